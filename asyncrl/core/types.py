@@ -1,0 +1,136 @@
+"""The records that every part of asyncrl passes around: tasks, trajectories, groups, batches.
+
+Owns nothing and decides nothing. Records that cross a component are frozen, slotted and keyword-only. The words are
+those of DESIGN.md §2. Token data lives in ``array.array`` columns (13 bytes a token), so that a hundred thousand
+buffered trajectories stay cheap and go to the trainer without conversion.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, NewType
+
+import msgspec
+
+TaskId = NewType("TaskId", str)
+GroupId = NewType("GroupId", int)
+TrajectoryId = NewType("TrajectoryId", int)
+Version = NewType("Version", int)
+
+OBSERVED_VERSION = -1
+"""Version column's value for a token that no policy generated (prompt, observation)."""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of the frozen records; ``msgspec.structs.replace`` makes a changed copy."""
+
+
+class Task(Record):
+    """One row of a dataset; an episode starts from it.
+
+    Example: ``Task(id="train/17", data={"prompt": "3492=", "answer": "3d 4h 9g 2i #i"})``
+    """
+
+    id: str
+    data: Mapping[str, Any]
+
+
+class Turn(Record):
+    """What one generation added to a conversation.
+
+    ``prompt_ids`` are the tokens that were new before this generation (the whole prompt on the first turn, only the
+    observation later); ``output_ids``, ``logprobs`` and ``versions`` are parallel, one entry a generated token.
+    """
+
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
+    finish_reason: str
+    reward: float = 0.0
+
+
+class Trajectory(Record):
+    """One finished episode: flat per-token columns, all of the same length.
+
+    ``loss_mask`` is 1 where the policy generated the token and 0 where it observed it. ``logprobs`` are the engine's,
+    after temperature, 0.0 where the mask is 0. ``versions`` is the policy version that sampled each token, or
+    ``OBSERVED_VERSION``.
+    """
+
+    id: int
+    group_id: int
+    index: int
+    task_id: str
+    v_traj: int
+    tokens: array[int]
+    loss_mask: array[int]
+    logprobs: array[float]
+    versions: array[int]
+    turns: int
+    reward: float
+    finish_reason: str
+    metrics: Mapping[str, float] = {}
+
+    def __post_init__(self) -> None:
+        n = len(self.tokens)
+        if not (len(self.loss_mask) == len(self.logprobs) == len(self.versions) == n):
+            raise ValueError(
+                f"trajectory {self.id}: columns differ in length (tokens {n}, loss_mask {len(self.loss_mask)}, "
+                f"logprobs {len(self.logprobs)}, versions {len(self.versions)})"
+            )
+
+    @property
+    def generated(self) -> int:
+        """Number of tokens that the policy generated."""
+        return sum(self.loss_mask)
+
+
+class Group(Record):
+    """The finished trajectories of one task: the unit of admission and of a batch."""
+
+    id: int
+    task: Task
+    v_traj: int
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def rewards(self) -> list[float]:
+        return [t.reward for t in self.trajectories]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(t.tokens) for t in self.trajectories)
+
+
+class Batch(Record):
+    """What train step ``step`` consumes; training it produces version ``step + 1``."""
+
+    step: int
+    groups: tuple[Group, ...]
+
+    @property
+    def staleness(self) -> list[int]:
+        """Version being trained minus V_traj, one entry a group (DESIGN.md §2)."""
+        return [self.step - g.v_traj for g in self.groups]
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [t for g in self.groups for t in g.trajectories]
+
+
+def flatten(turns: Sequence[Turn]) -> tuple[array[int], array[int], array[float], array[int]]:
+    """Columns (tokens, loss_mask, logprobs, versions) of a conversation, in the order that the engine saw them."""
+    tokens, mask, logprobs, versions = array("i"), array("b"), array("f"), array("i")
+    for turn in turns:
+        n, m = len(turn.prompt_ids), len(turn.output_ids)
+        tokens.extend(turn.prompt_ids)
+        mask.extend(bytes(n))
+        logprobs.extend([0.0] * n)
+        versions.extend([OBSERVED_VERSION] * n)
+        tokens.extend(turn.output_ids)
+        mask.extend(b"\x01" * m)
+        logprobs.extend(turn.logprobs)
+        versions.extend(turn.versions)
+    return tokens, mask, logprobs, versions

@@ -1,0 +1,159 @@
+"""Ports: what the runtime needs from the world. Real and simulated worlds implement them; ``build.py`` wires them.
+
+Every call is bounded by a deadline inside the adapter; the errors below are all that may come out of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from asyncrl.core.types import Batch, Record
+
+T = TypeVar("T")
+
+
+class EngineError(Exception):
+    """An inference server could not be reached, died, or broke off: retry elsewhere. One line, names the server."""
+
+
+class EngineRejected(EngineError):
+    """The server understood the request and refuses it (too long, bad token id …): a retry cannot help."""
+
+
+class TrainerError(Exception):
+    """The trainer died or refused a step. One line with the remedy."""
+
+
+class GenerateRequest(Record):
+    """One prompt to continue. ``n`` > 1 draws several replies at once (prompt replication off)."""
+
+    rid: str
+    input_ids: Sequence[int]
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: Sequence[int] = ()
+    n: int = 1
+
+
+class Chunk(Record):
+    """New tokens of reply ``index`` since its last chunk (never cumulative). The last chunk of a reply has
+    ``finish_reason`` ``stop``, ``length`` or ``abort``; ``output_ids``, ``logprobs`` and ``versions`` are parallel."""
+
+    index: int = 0
+    output_ids: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
+    finish_reason: str | None = None
+    cached_tokens: int = 0
+
+
+class EngineInfo(Record):
+    """What a server says of itself when it is connected."""
+
+    name: str
+    version: int
+    max_running_requests: int
+    max_total_tokens: int
+    context_length: int
+
+
+class EngineLoad(Record):
+    """A server's own account of its load."""
+
+    running: int
+    waiting: int
+    used_tokens: int
+
+
+class Engine(Protocol):
+    """One inference server (DESIGN.md §7). Versions are integers; the adapter maps them to the server's strings."""
+
+    name: str
+
+    async def connect(self) -> EngineInfo:
+        """Wait until the server is healthy (bounded), and describe it. Raises ``EngineError``."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """Stream a completion. Ends after each of the ``n`` replies gave its last chunk. Raises ``EngineError``;
+        tokens already yielded stay valid. Closing the iterator early aborts the request on the server."""
+
+    async def abort(self, rid: str) -> None:
+        """Interrupt one request: its stream ends with finish_reason ``abort`` and what was generated so far."""
+
+    async def pause(self) -> None:
+        """Interrupt every request (each stream ends with ``abort``) and hold new ones, until ``resume``."""
+
+    async def resume(self) -> None:
+        """Serve again after ``pause``. Harmless when not paused."""
+
+    async def load_from_disk(self, path: str, version: int) -> None:
+        """Replace the weights in place by a Hugging Face folder's. Call while paused; drops the prefix cache."""
+
+    async def join_group(self, address: str, port: int, rank: int, world_size: int, group: str, backend: str) -> None:
+        """Join the process group over which the trainer broadcasts weights. Blocks until all have joined."""
+
+    async def load_from_group(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str, version: int
+    ) -> None:
+        """Receive a weight set that rank 0 broadcasts at the same time. Call while paused."""
+
+    async def health(self) -> bool:
+        """True if the server answers within a short deadline. Never raises for an unhealthy server."""
+
+    async def load(self) -> EngineLoad:
+        """Running and waiting requests and used KV tokens."""
+
+    async def close(self) -> None:
+        """Close client connections. The server goes on."""
+
+
+class StepResult(Record):
+    """Outcome of one train step."""
+
+    version: int
+    metrics: dict[str, float]
+
+
+class Trainer(Protocol):
+    """The training job behind rank 0 (DESIGN.md §8). Raises ``TrainerError``."""
+
+    async def connect(self) -> int:
+        """Wait until every rank is ready (bounded); the version of its weights."""
+
+    async def train_step(self, batch: Batch, advantages: Sequence[float]) -> StepResult:
+        """Train on ``batch`` (one advantage a trajectory, in ``batch.trajectories``' order): version step → step+1."""
+
+    async def save(self, path: str) -> None:
+        """Write a Hugging Face folder with the current weights, atomically."""
+
+    async def close(self) -> None:
+        """End the job and wait until its processes are gone (bounded)."""
+
+
+class WeightTransport(Protocol):
+    """Moves a version from the trainer to servers. ``prepare`` may run while servers generate; ``deliver`` is called
+    with servers paused."""
+
+    async def connect(self, engines: Sequence[Engine]) -> None:
+        """Make whatever channel is needed between the trainer and these servers."""
+
+    async def prepare(self, version: int) -> None:
+        """Do everything that does not need the servers to be paused (gather, write)."""
+
+    async def deliver(self, engines: Sequence[Engine], version: int) -> None:
+        """Load ``version`` into these servers. Raises ``EngineError`` or ``TrainerError``."""
+
+    async def close(self) -> None:
+        """Free the channel and what it stored."""
+
+
+class Blocking(Protocol):
+    """Runs blocking work off the loop (rule 8): worker threads in reality, a drawn delay in simulation."""
+
+    async def run(self, fn: Callable[..., T], *args: Any) -> T:
+        """``fn(*args)`` on a worker. Cancelling the wait abandons the worker, which is replaced."""
+
+    async def close(self) -> None: ...

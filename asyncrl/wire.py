@@ -1,0 +1,244 @@
+"""Messages shared by both ends of every socket, as msgspec structs.
+
+Three conversations cross a process boundary:
+
+* controller → inference server: SGLang's HTTP API as JSON (``Generate…``, ``Pause…``, ``Update…`` …). Field names and
+  meaning are SGLang 0.5.23's; both the client (``engine/sglang.py``) and the embedded server (``serve/``) use these.
+* controller → trainer's rank 0: msgpack over HTTP on loopback (``Train…``). Token columns travel as raw bytes.
+* trainer → servers: weights, described by a manifest (``core/manifest.py``), over disk or a collective group.
+
+Unknown keys are ignored when decoding, so that a newer SGLang does not break an older client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+# --- SGLang's HTTP API (JSON) -----------------------------------------------------------------------------------------
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Sampling of one request. ``temperature`` 0 is greedy; ``n`` replies are drawn for one prompt."""
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_new_tokens: int = 0
+    n: int = 1
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    stream_interval: int | None = None
+
+
+class GenerateReq(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """POST /generate. ``rid`` names the request for /abort_request; SGLang matches it by prefix, so use fixed widths."""
+
+    input_ids: list[int]
+    rid: str | None = None
+    sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
+    return_logprob: bool = False
+    stream: bool = False
+    extra_key: str | None = None
+
+
+class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """``type`` is ``stop``, ``length`` or ``abort``."""
+
+    type: str
+    message: str | None = None
+    matched: int | str | None = None
+    length: int | None = None
+
+
+class WeightSpan(msgspec.Struct, kw_only=True):
+    """Output tokens ``start``…``end`` (exclusive) were sampled by weights ``version``."""
+
+    version: str
+    start: int
+    end: int
+
+
+class MetaInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Facts of a reply. ``output_token_logprobs`` rows are (logprob, token id, text or null)."""
+
+    id: str = ""
+    finish_reason: FinishReason | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    weight_version: str = "default"
+    weight_versions: list[WeightSpan] | None = None
+    output_token_logprobs: list[tuple[float, int, str | None]] | None = None
+
+
+class GenerateReply(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Reply of POST /generate, or one ``data:`` line of its stream."""
+
+    text: str = ""
+    output_ids: list[int] = msgspec.field(default_factory=list)
+    meta_info: MetaInfo = msgspec.field(default_factory=MetaInfo)
+
+
+class AbortReq(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """POST /abort_request."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+class PauseReq(msgspec.Struct, kw_only=True):
+    """POST /pause_generation. ``abort`` answers running requests with what they have; ``retract`` re-queues them and
+    recomputes their KV on continue; ``in_place`` freezes them with their KV."""
+
+    mode: str = "abort"
+
+
+class UpdateFromDiskReq(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """POST /update_weights_from_disk."""
+
+    model_path: str
+    weight_version: str | None = None
+    abort_all_requests: bool = False
+    flush_cache: bool = True
+
+
+class InitGroupReq(msgspec.Struct, kw_only=True):
+    """POST /init_weights_update_group: join a process group of ``world_size``, whose rank 0 is the trainer."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str
+    backend: str = "nccl"
+
+
+class UpdateFromDistributedReq(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """POST /update_weights_from_distributed: receive these tensors, broadcast by rank 0 in this order.
+
+    ``load_format`` ``flattened_bucket`` means one broadcast of all tensors as one uint8 vector.
+    """
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str
+    weight_version: str | None = None
+    flush_cache: bool = True
+    load_format: str | None = None
+
+
+class StatusReply(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What the weight and control endpoints answer."""
+
+    success: bool = True
+    message: str = ""
+
+
+class ModelInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """GET /model_info."""
+
+    model_path: str = ""
+    weight_version: str = "default"
+    model_type: str | None = None
+
+
+class ServerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """GET /server_info, the few fields that asyncrl reads. ``version`` is SGLang's (or asyncrl's, embedded)."""
+
+    version: str = ""
+    max_running_requests: int | None = None
+    max_total_num_tokens: int | None = None
+    context_length: int | None = None
+    incremental_streaming_output: bool = False
+
+
+class Load(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One entry of GET /v1/loads."""
+
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    num_used_tokens: int = 0
+    max_total_num_tokens: int = 0
+    gen_throughput: float = 0.0
+
+
+class LoadsReply(msgspec.Struct, kw_only=True):
+    """GET /v1/loads."""
+
+    loads: list[Load]
+
+
+# --- Controller ⇄ trainer (msgpack) -----------------------------------------------------------------------------------
+
+
+class TrainSequence(msgspec.Struct, kw_only=True, frozen=True):
+    """One trajectory as the trainer sees it. Columns are little-endian bytes, one entry a token:
+    ``tokens`` int32, ``loss_mask`` int8, ``logprobs`` float32 (the engine's), ``versions`` int32. ``advantage`` is
+    added to every token with mask 1."""
+
+    tokens: bytes
+    loss_mask: bytes
+    logprobs: bytes
+    versions: bytes
+    advantage: float
+
+
+class TrainReq(msgspec.Struct, kw_only=True, frozen=True):
+    """POST /train_step. Training ``step`` takes the weights from version ``step`` to ``step + 1``."""
+
+    step: int
+    sequences: list[TrainSequence]
+
+
+class TrainReply(msgspec.Struct, kw_only=True, frozen=True):
+    """Metrics of one step (``loss``, ``grad_norm``, ``lr``, ``tokens``, ``ratio_mean`` …), and the version reached."""
+
+    version: int
+    metrics: dict[str, float]
+    error: str | None = None
+
+
+class PublishReq(msgspec.Struct, kw_only=True, frozen=True):
+    """POST /publish: hand the current weights, as ``version``, to the transport (``disk``: write ``path``;
+    ``collective``: broadcast over the group, while the servers receive)."""
+
+    version: int
+    transport: str
+    path: str = ""
+
+
+class JoinGroupReq(msgspec.Struct, kw_only=True, frozen=True):
+    """POST /join_group: rank 0 becomes rank 0 of the update group that the servers join at the same time."""
+
+    master_address: str
+    master_port: int
+    world_size: int
+    group_name: str
+    backend: str
+
+
+class SaveReq(msgspec.Struct, kw_only=True, frozen=True):
+    """POST /save: write a Hugging Face folder that ``from_pretrained`` loads (weights, config, tokenizer)."""
+
+    path: str
+
+
+class TrainerInfo(msgspec.Struct, kw_only=True, frozen=True):
+    """GET /health of the trainer: ready once it answers."""
+
+    version: int
+    world_size: int
+    backend: str
+    parameters: int
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+
+
+Json = Mapping[str, Any]
