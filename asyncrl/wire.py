@@ -36,7 +36,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class GenerateReq(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """POST /generate. ``rid`` names the request for /abort_request; SGLang matches it by prefix, so use fixed widths."""
+    """POST /generate. ``rid`` names the request for /abort_request; SGLang aborts by prefix, so use fixed widths."""
 
     input_ids: list[int]
     rid: str | None = None
