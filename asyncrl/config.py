@@ -18,11 +18,11 @@ class RecipeError(Exception):
     """A recipe that cannot work; one line naming the key, file or URL, and the remedy."""
 
 
-class Section(Record, forbid_unknown_fields=True):
+class Section(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the recipe's tables."""
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, frozen=True, kw_only=True):
     """The policy: a folder in Hugging Face format (config.json, safetensors, tokenizer)."""
 
     path: str = ""
@@ -31,7 +31,7 @@ class ModelConfig(Section):
     """Type of the weights in trainer compute and in the servers; master weights are always float32."""
 
 
-class SetupConfig(Section):
+class SetupConfig(Section, frozen=True, kw_only=True):
     """A script that makes the model and the data when they are not there yet."""
 
     script: str = ""
@@ -40,7 +40,7 @@ class SetupConfig(Section):
     """Folder that the script fills. It appears under this name only when the script has succeeded."""
 
 
-class TaskConfig(Section):
+class TaskConfig(Section, frozen=True, kw_only=True):
     """Where tasks come from: JSONL or Parquet rows, one task a row."""
 
     train: str = ""
@@ -48,7 +48,7 @@ class TaskConfig(Section):
     shuffle: bool = True
 
 
-class EnvConfig(Section):
+class EnvConfig(Section, frozen=True, kw_only=True):
     """The environment and its deadlines (seconds)."""
 
     target: str = ""
@@ -66,7 +66,7 @@ class EnvConfig(Section):
     failure_window: int = 64
 
 
-class RolloutConfig(Section):
+class RolloutConfig(Section, frozen=True, kw_only=True):
     """How much is generated for a train step, and how."""
 
     batch_groups: int = 8
@@ -89,18 +89,18 @@ class RolloutConfig(Section):
     """Dynamic filtering: drop groups whose rewards are all equal, and refill exactly what was dropped."""
 
 
-class StalenessConfig(Section):
+class StalenessConfig(Section, frozen=True, kw_only=True):
     control: Literal["inflight_cap"] = "inflight_cap"
     bound: float = 1.0
     """α (ROLL Flash §4.3): how many versions older than the one being trained a sample's start may be."""
 
 
-class UpdateConfig(Section):
+class UpdateConfig(Section, frozen=True, kw_only=True):
     running: Literal["interrupt", "drain"] = "interrupt"
     """What a weight update does to running requests: cut them and go on with their tokens, or let them end first."""
 
 
-class EngineConfig(Section):
+class EngineConfig(Section, frozen=True, kw_only=True):
     """The inference servers."""
 
     kind: Literal["embedded", "sglang"] = "embedded"
@@ -129,7 +129,7 @@ class EngineConfig(Section):
     retries: int = 3
 
 
-class TrainerConfig(Section):
+class TrainerConfig(Section, frozen=True, kw_only=True):
     """The torchrun job."""
 
     ranks: int = 1
@@ -148,7 +148,7 @@ class TrainerConfig(Section):
     step_timeout_s: float = 3600.0
 
 
-class AlgorithmConfig(Section):
+class AlgorithmConfig(Section, frozen=True, kw_only=True):
     """Losses are named in ``train/loss.py``, advantages in ``core/advantage.py``."""
 
     loss: Literal["ppo"] = "ppo"
@@ -161,7 +161,7 @@ class AlgorithmConfig(Section):
     """C of truncated importance sampling against the engine's logprobs (ROLL Flash Eq. 12)."""
 
 
-class WeightsConfig(Section):
+class WeightsConfig(Section, frozen=True, kw_only=True):
     transport: Literal["disk", "collective"] = "disk"
     folder: str = ""
     """Shared folder of the ``disk`` transport. Empty: ``weights/`` in the run directory."""
@@ -169,7 +169,7 @@ class WeightsConfig(Section):
     """Largest piece that is gathered or broadcast at once."""
 
 
-class RunConfig(Section):
+class RunConfig(Section, frozen=True, kw_only=True):
     steps: int = 100
     eval_tasks: int = 0
     """Held-out tasks that are played before and after training; 0: all of them."""
@@ -178,7 +178,7 @@ class RunConfig(Section):
     drain_timeout_s: float = 30.0
 
 
-class Recipe(Section):
+class Recipe(Section, frozen=True, kw_only=True):
     """One run, resolved."""
 
     name: str = "run"

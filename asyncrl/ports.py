@@ -25,7 +25,7 @@ class TrainerError(Exception):
     """The trainer died or refused a step. One line with the remedy."""
 
 
-class GenerateRequest(Record):
+class GenerateRequest(Record, frozen=True, kw_only=True):
     """One prompt to continue. ``n`` > 1 draws several replies at once (prompt replication off)."""
 
     rid: str
@@ -38,7 +38,7 @@ class GenerateRequest(Record):
     n: int = 1
 
 
-class Chunk(Record):
+class Chunk(Record, frozen=True, kw_only=True):
     """New tokens of reply ``index`` since its last chunk (never cumulative). The last chunk of a reply has
     ``finish_reason`` ``stop``, ``length`` or ``abort``; ``output_ids``, ``logprobs`` and ``versions`` are parallel."""
 
@@ -50,7 +50,7 @@ class Chunk(Record):
     cached_tokens: int = 0
 
 
-class EngineInfo(Record):
+class EngineInfo(Record, frozen=True, kw_only=True):
     """What a server says of itself when it is connected."""
 
     name: str
@@ -60,7 +60,7 @@ class EngineInfo(Record):
     context_length: int
 
 
-class EngineLoad(Record):
+class EngineLoad(Record, frozen=True, kw_only=True):
     """A server's own account of its load."""
 
     running: int
@@ -110,7 +110,7 @@ class Engine(Protocol):
         """Close client connections. The server goes on."""
 
 
-class StepResult(Record):
+class StepResult(Record, frozen=True, kw_only=True):
     """Outcome of one train step."""
 
     version: int

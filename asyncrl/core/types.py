@@ -26,7 +26,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Base of the frozen records; ``msgspec.structs.replace`` makes a changed copy."""
 
 
-class Task(Record):
+class Task(Record, frozen=True, kw_only=True):
     """One row of a dataset; an episode starts from it.
 
     Example: ``Task(id="train/17", data={"prompt": "3492=", "answer": "3d 4h 9g 2i #i"})``
@@ -36,7 +36,7 @@ class Task(Record):
     data: Mapping[str, Any]
 
 
-class Turn(Record):
+class Turn(Record, frozen=True, kw_only=True):
     """What one generation added to a conversation.
 
     ``prompt_ids`` are the tokens that were new before this generation (the whole prompt on the first turn, only the
@@ -51,7 +51,7 @@ class Turn(Record):
     reward: float = 0.0
 
 
-class Trajectory(Record):
+class Trajectory(Record, frozen=True, kw_only=True):
     """One finished episode: flat per-token columns, all of the same length.
 
     ``loss_mask`` is 1 where the policy generated the token and 0 where it observed it. ``logprobs`` are the engine's,
@@ -87,7 +87,7 @@ class Trajectory(Record):
         return sum(self.loss_mask)
 
 
-class Group(Record):
+class Group(Record, frozen=True, kw_only=True):
     """The finished trajectories of one task: the unit of admission and of a batch."""
 
     id: int
@@ -104,7 +104,7 @@ class Group(Record):
         return sum(len(t.tokens) for t in self.trajectories)
 
 
-class Batch(Record):
+class Batch(Record, frozen=True, kw_only=True):
     """What train step ``step`` consumes; training it produces version ``step + 1``."""
 
     step: int
