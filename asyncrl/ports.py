@@ -5,10 +5,10 @@ Every call is bounded by a deadline inside the adapter; the errors below are all
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from asyncrl.core.types import Batch, Record
+from asyncrl.core.types import Batch, Record, Trajectory
 
 T = TypeVar("T")
 
@@ -157,3 +157,70 @@ class Blocking(Protocol):
         """``fn(*args)`` on a worker. Cancelling the wait abandons the worker, which is replaced."""
 
     async def close(self) -> None: ...
+
+
+class Tokenizer(Protocol):
+    """Text ⇄ token ids of the policy's model."""
+
+    eos_ids: Sequence[int]
+    """Ids that end a turn."""
+    vocab_size: int
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of ``text``, special tokens recognised, none added."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens."""
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        """The chat template's text. Raises ``ValueError`` if the model has no chat template."""
+
+
+class StepMetrics(Record, frozen=True, kw_only=True):
+    """One finished train step as the controller saw it. Times are seconds of loop time; ``at`` is the step's end.
+
+    ``seconds`` is the whole step and contains ``wait_s`` (for the batch), ``train_s`` and ``update_s`` (weights to the
+    servers). ``tokens`` counts what the servers generated since the run began. ``trainer`` is ``StepResult.metrics``;
+    ``buffer`` and ``ledger`` are counts by name at ``at``.
+    """
+
+    batch: Batch
+    at: float
+    seconds: float
+    wait_s: float
+    train_s: float
+    update_s: float
+    tokens: int
+    trainer: Mapping[str, float] = {}
+    buffer: Mapping[str, int] = {}
+    ledger: Mapping[str, int] = {}
+
+
+class Observer(Protocol):
+    """Hears what happens. Calls are cheap, never wait, and never raise for I/O. Times are loop time.
+
+    A track is a lane of the trace: ``controller``, ``trainer``, a server's name, ``env 17``. The report looks for the
+    spans ``train`` on ``trainer`` and ``update`` on a server's track.
+    """
+
+    def step(self, metrics: StepMetrics) -> None:
+        """A train step ended."""
+
+    def trajectory(self, trajectory: Trajectory, state: str) -> None:
+        """A trajectory reached its final ledger state (``consumed``, ``filtered``, ``surplus`` …)."""
+
+    def server(self, name: str, at: float, running: int, version: int, up: bool = True) -> None:
+        """A server's number of running requests or its version changed, or it came up or went down."""
+
+    def span(self, track: str, name: str, start: float, end: float, args: Mapping[str, Any] = ...) -> None:
+        """Something lasted from ``start`` to ``end``."""
+
+    def instant(self, track: str, name: str, at: float, args: Mapping[str, Any] = ...) -> None:
+        """Something happened at one moment."""
+
+    def counter(self, name: str, at: float, value: float) -> None:
+        """The newest value of a quantity, by slash path. Progress shows ``rollout/waiting``, ``rollout/tokens`` (since
+        the run began), ``buffer/reserved``, ``buffer/occupied`` (groups), ``envs/failed`` and ``envs/retried``."""
+
+    def eval(self, version: int, accuracy: float, n: int) -> None:
+        """Policy ``version`` played ``n`` held-out tasks."""
