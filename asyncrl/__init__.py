@@ -1,0 +1,12 @@
+"""asyncrl: an asyncio single-controller runtime for asynchronous RL post-training of language models.
+
+What a user imports. General layout, bottom to top (DESIGN in README.md): ``core`` decides in plain functions; ``env``,
+``ports``, ``wire`` and ``config`` are the contracts; ``runtime`` acts in coroutines; ``engine``, ``serve``, ``train``,
+``weights``, ``sim``, ``envs`` and ``observe`` are worlds and adapters; ``build`` wires them; ``cli`` starts them.
+"""
+
+from asyncrl.env import Action, Env, Observation, Response, Step, Task
+
+__all__ = ["Action", "Env", "Observation", "Response", "Step", "Task", "__version__"]
+
+__version__ = "0.1.0"

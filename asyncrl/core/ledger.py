@@ -1,0 +1,125 @@
+"""The life of every trajectory, in one transition table, and the law that none is lost.
+
+Everything that decides whether a trajectory may go from one state to another lives in this file. Illegal transitions
+raise ``LedgerError`` and change nothing. Owned by the SampleBuffer; read by metrics, tests and the run's last check.
+
+    reserved ──▶ running ⇄ waiting ──▶ scored ──▶ occupied ──▶ consumed
+        │            │         │          ├──▶ filtered
+        └────────────┴─────────┴──────────┴──────────┴──▶ surplus | failed | aborted
+
+Conservation: reserved ever = live now + Σ final states; at the end of a run live is 0 (``check_balanced``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from enum import StrEnum
+
+
+class State(StrEnum):
+    RESERVED = "reserved"
+    """Admitted: its place in a future batch is held."""
+    RUNNING = "running"
+    """A server generates for it, or it is on its way there."""
+    WAITING = "waiting"
+    """Waits for a server or for its environment; holds no server slot."""
+    SCORED = "scored"
+    """Ended, with its reward; its group is not complete yet."""
+    OCCUPIED = "occupied"
+    """Its group is complete and waits for its batch."""
+    CONSUMED = "consumed"
+    FILTERED = "filtered"
+    """Its group taught nothing (dynamic filtering)."""
+    SURPLUS = "surplus"
+    """Enough others finished first (redundancy)."""
+    FAILED = "failed"
+    """Its environment, reward or servers failed, for the reason noted."""
+    ABORTED = "aborted"
+    """The run did not want it any more, for the reason noted."""
+
+
+FINAL = frozenset({State.CONSUMED, State.FILTERED, State.SURPLUS, State.FAILED, State.ABORTED})
+_GIVEN_UP = frozenset({State.SURPLUS, State.FAILED, State.ABORTED})
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.RESERVED: frozenset({State.RUNNING, State.WAITING}) | _GIVEN_UP,
+    State.RUNNING: frozenset({State.WAITING, State.SCORED}) | _GIVEN_UP,
+    State.WAITING: frozenset({State.RUNNING, State.SCORED}) | _GIVEN_UP,
+    State.SCORED: frozenset({State.OCCUPIED, State.FILTERED}) | _GIVEN_UP,
+    State.OCCUPIED: frozenset({State.CONSUMED, State.SURPLUS, State.ABORTED}),
+    **{state: frozenset() for state in FINAL},
+}
+
+
+class LedgerError(Exception):
+    """An illegal transition, or books that do not balance: a bug in the runtime, which ends the run."""
+
+
+class Ledger:
+    """States of all live trajectories and counts of all final ones. O(1) a transition; final ones are forgotten."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, State] = {}
+        self._last_id = -1
+        self._reserved = 0
+        self._final: Counter[State] = Counter()
+        self._reasons: Counter[tuple[State, str]] = Counter()
+
+    def reserve(self, trajectory_id: int) -> None:
+        """A new trajectory enters. Ids only ever grow, so none can be used twice."""
+        if trajectory_id <= self._last_id:
+            raise LedgerError(f"trajectory {trajectory_id} was reserved before (last id {self._last_id})")
+        self._last_id = trajectory_id
+        self._live[trajectory_id] = State.RESERVED
+        self._reserved += 1
+
+    def move(self, trajectory_id: int, to: State, reason: str = "") -> None:
+        """One transition. ``reason`` is counted for final states."""
+        state = self._live.get(trajectory_id)
+        if state is None:
+            raise LedgerError(f"trajectory {trajectory_id} is not live, so it cannot become {to}")
+        if to not in TRANSITIONS[state]:
+            raise LedgerError(f"trajectory {trajectory_id} cannot go from {state} to {to}")
+        if to in FINAL:
+            del self._live[trajectory_id]
+            self._final[to] += 1
+            if reason:
+                self._reasons[to, reason] += 1
+        else:
+            self._live[trajectory_id] = to
+
+    def state(self, trajectory_id: int) -> State | None:
+        """The state of a live trajectory; None once it is final."""
+        return self._live.get(trajectory_id)
+
+    @property
+    def live(self) -> list[int]:
+        return list(self._live)
+
+    def counts(self) -> dict[str, int]:
+        """Trajectories by state, live and final, states in the table's order, and ``reserved_ever``."""
+        live = Counter(self._live.values())
+        return {str(s): live[s] + self._final[s] for s in State} | {"reserved_ever": self._reserved}
+
+    def reasons(self) -> dict[str, dict[str, int]]:
+        """Why trajectories ended: state → reason → count."""
+        table: dict[str, dict[str, int]] = {}
+        for (state, reason), n in sorted(self._reasons.items()):
+            table.setdefault(str(state), {})[reason] = n
+        return table
+
+    def check_conserved(self) -> None:
+        """Raises ``LedgerError`` unless every trajectory ever reserved is live or final exactly once."""
+        accounted = len(self._live) + self._final.total()
+        if accounted != self._reserved:
+            raise LedgerError(f"{self._reserved} trajectories were reserved but {accounted} are accounted for")
+
+    def check_balanced(self) -> None:
+        """At the end of a run: conserved, and none live."""
+        self.check_conserved()
+        if self._live:
+            some = ", ".join(f"{i} {s}" for i, s in list(self._live.items())[:5])
+            raise LedgerError(f"{len(self._live)} trajectories never reached a final state ({some})")
+
+    def __repr__(self) -> str:
+        return f"<Ledger {', '.join(f'{k} {v}' for k, v in self.counts().items() if v)}>"

@@ -1,0 +1,50 @@
+"""The interface of every staleness control, and the error that its assertion raises."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from asyncrl.core.types import Record
+
+
+class StalenessViolation(Exception):
+    """A group was about to be trained beyond its bound, or the protocol was broken: a bug, which ends the run."""
+
+
+class StalenessSnapshot(Record, frozen=True, kw_only=True):
+    """Counts of groups."""
+
+    step: int
+    reserved: int
+    """Admitted and not finished."""
+    occupied: int
+    """Finished and waiting for their batch."""
+    due: int
+    """Unfinished groups that the next batch must wait for."""
+    capacity: int
+    """Most groups that may be live at the next step."""
+
+
+class StalenessControl(Protocol):
+    """Decides admission and the order of consumption. Versions are integers; all methods are synchronous.
+
+    A group goes ``reserve → occupy → (returned by consume)``, or leaves at any time by ``release``.
+    """
+
+    def admits(self, version: int) -> bool:
+        """May a group start now on servers that hold ``version``?"""
+
+    def reserve(self, group_id: int, version: int) -> None:
+        """Hold a place for a group whose oldest token may come from ``version``."""
+
+    def occupy(self, group_id: int) -> None:
+        """The group is complete."""
+
+    def consume(self) -> tuple[list[int], list[int]] | None:
+        """The groups of the next batch, and those that can no longer be trained in time (surplus, released by this
+        call). None while the next batch is not certain yet. Advances the step."""
+
+    def release(self, group_id: int) -> None:
+        """The group leaves without being trained (filtered, failed, aborted); its place is free again."""
+
+    def snapshot(self) -> StalenessSnapshot: ...

@@ -1,0 +1,71 @@
+"""What a user writes: an environment as one small async class, or a plain reward function.
+
+    class Guess(asyncrl.Env):
+        async def reset(self, task):
+            self.secret = task.data["secret"]
+            return "Guess a number from 1 to 9: "
+
+        async def step(self, action):
+            right = action.text.strip() == self.secret
+            return asyncrl.Step(observation="\\nWrong. Again: ", reward=float(right), done=right)
+
+An ``Env`` object lives for one episode at a time and is never shared. Deadlines, retries, truncation and the ledger are
+the runtime's; whatever a method raises becomes a failed trajectory with that reason, never the end of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncrl.core.types import Record, Task
+
+__all__ = ["Action", "Env", "Message", "Observation", "Response", "Step", "Task"]
+
+Message = Mapping[str, Any]
+"""A chat message: ``{"role": "user", "content": "…"}``."""
+
+
+class Observation(Record, frozen=True, kw_only=True):
+    """What the model sees next: plain ``text``, or ``messages`` that the model's chat template renders."""
+
+    text: str = ""
+    messages: Sequence[Message] = ()
+
+
+class Action(Record, frozen=True, kw_only=True):
+    """One generation: decoded ``text`` (without special tokens), the sampled ``token_ids``, and why it ended:
+    ``stop`` (the model ended its turn) or ``length`` (it ran into a limit)."""
+
+    text: str
+    token_ids: Sequence[int]
+    finish_reason: str
+    turn: int = 0
+
+
+Response = Action
+"""What a reward function of single-turn work is given."""
+
+
+class Step(Record, frozen=True, kw_only=True):
+    """Answer to an action. ``reward`` values of an episode add up; ``metrics`` of the last step are logged."""
+
+    observation: Observation | str = ""
+    reward: float = 0.0
+    done: bool = False
+    metrics: Mapping[str, float] = {}
+
+
+class Env:
+    """Base class. Keyword arguments of ``__init__`` come from the recipe's ``env.kwargs``."""
+
+    async def reset(self, task: Task) -> Observation | str:
+        """Begin an episode of ``task``; the first prompt."""
+        raise NotImplementedError(f"{type(self).__name__} must define reset(task)")
+
+    async def step(self, action: Action) -> Step:
+        """Apply one generation."""
+        raise NotImplementedError(f"{type(self).__name__} must define step(action)")
+
+    async def close(self) -> None:
+        """Free what the episode holds. Called once after every episode, also after a failure or a cancellation."""
