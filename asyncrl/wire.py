@@ -47,12 +47,13 @@ class GenerateReq(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """``type`` is ``stop``, ``length`` or ``abort``."""
+    """``type`` is ``stop``, ``length`` or ``abort``. An abort with a ``status_code`` is the server's own doing."""
 
     type: str
     message: str | None = None
     matched: int | str | None = None
     length: int | None = None
+    status_code: int | None = None
 
 
 class WeightSpan(msgspec.Struct, kw_only=True):
@@ -76,9 +77,21 @@ class MetaInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     output_token_logprobs: list[tuple[float, int, str | None]] | None = None
 
 
-class GenerateReply(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Reply of POST /generate, or one ``data:`` line of its stream."""
+class StreamError(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Why a stream ended: a stream's HTTP status is sent before its request has been looked at."""
 
+    message: str = ""
+    code: int = 400
+
+
+class GenerateReply(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Reply of POST /generate, or one ``data:`` line of its stream.
+
+    With ``n`` > 1 the reply is a list, and a stream's lines say with ``index`` which of the ``n`` they belong to.
+    """
+
+    index: int = 0
+    error: StreamError | None = None
     text: str = ""
     output_ids: list[int] = msgspec.field(default_factory=list)
     meta_info: MetaInfo = msgspec.field(default_factory=MetaInfo)
@@ -155,6 +168,7 @@ class ServerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     max_running_requests: int | None = None
     max_total_num_tokens: int | None = None
     context_length: int | None = None
+    max_req_input_len: int | None = None
     incremental_streaming_output: bool = False
 
 
