@@ -1,0 +1,86 @@
+"""A Hugging Face folder with given weights: what ``from_pretrained`` and the inference servers load.
+
+Written under a temporary name beside the target and renamed, so that nobody ever sees half a folder. Everything in the
+source folder that is not weights (configuration, tokenizer, chat template, model code) goes along.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from pathlib import Path
+
+import msgspec
+from safetensors.torch import save_file
+from torch import Tensor
+
+from asyncrl.core import manifest as manifests
+from asyncrl.core.manifest import Manifest
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+
+
+class FolderWriter:
+    """Writes one folder bucket by bucket. ``finish`` makes it appear; ``discard`` removes what was written."""
+
+    def __init__(self, target: Path, source: Path, weights: Manifest, bucket_bytes: int) -> None:
+        self._target = target
+        self._weights = weights
+        self._count = max(1, len(weights.buckets(bucket_bytes)))
+        self._files: dict[str, str] = {}
+        self._checksums: dict[str, int] = {}
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._folder = target.parent / f".{target.name}.{os.getpid()}.part"
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir()
+        _copy_companions(source, self._folder, weights.tensors[0].dtype)
+
+    def write(self, bucket: dict[str, Tensor]) -> None:
+        number = len(self._checksums) + 1
+        name = "model.safetensors" if self._count == 1 else f"model-{number:05}-of-{self._count:05}.safetensors"
+        save_file({key: tensor.cpu() for key, tensor in bucket.items()}, self._folder / name, metadata={"format": "pt"})
+        self._files.update(dict.fromkeys(bucket, name))
+        self._checksums[name] = _crc32(self._folder / name)
+
+    def finish(self) -> None:
+        if self._count > 1:
+            index = {"metadata": {"total_size": self._weights.nbytes}, "weight_map": self._files}
+            (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+        listed = msgspec.structs.replace(self._weights, checksums=self._checksums)
+        (self._folder / manifests.FILE_NAME).write_bytes(manifests.dumps(listed))
+        if self._target.exists():
+            shutil.rmtree(self._target)
+        self._folder.rename(self._target)
+
+    def discard(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _copy_companions(source: Path, folder: Path, dtype: str) -> None:
+    for path in source.iterdir():
+        if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES) and path.name != manifests.FILE_NAME:
+            shutil.copyfile(path, folder / path.name)
+    config = json.loads((source / "config.json").read_bytes())
+    # transformers 5 says ``dtype``; servers on older versions read ``torch_dtype``.
+    config["dtype"] = config["torch_dtype"] = dtype
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def _crc32(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def drop_other_versions(folder: Path, version: int) -> None:
+    """Remove every ``folder/v<n>`` but ``version`` and the one before, which a server may just be loading.
+
+    Also what an earlier run left there, whatever its numbers.
+    """
+    for path in folder.glob("v*"):
+        if path.name[1:].isdecimal() and int(path.name[1:]) not in (version, version - 1):
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,183 @@
+"""The policy as the trainer holds it: any causal language model of transformers, over packed rows, sharded by FSDP2.
+
+Owns loading, the check that packing is exact for this architecture, sharding, per-token logprobs, and the way out: the
+weights under the names that ``save_pretrained`` writes, gathered bucket by bucket.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX, checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging as transformers_logging
+
+from asyncrl.core.manifest import Manifest, TensorInfo
+from asyncrl.train import attention
+from asyncrl.train.attention import Layout
+
+LOGIT_ELEMENTS = 2**26
+"""Float32 logits that are held at once (256 MB); more positions are done in chunks and recomputed in the backward."""
+
+
+class ModelError(Exception):
+    """The model folder cannot be trained. One line with the remedy."""
+
+
+class Policy(nn.Module):
+    """A causal language model seen as a map from packed tokens to the logprobs of chosen next tokens."""
+
+    def __init__(self, lm: PreTrainedModel, temperature: float) -> None:
+        super().__init__()
+        self.lm = lm
+        self.temperature = temperature
+
+    def forward(self, tokens: Tensor, layout: Layout, positions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probability of each of ``targets`` ``[n]`` after the row position of the same rank in ``positions``
+        ``[n]``, and the entropy of the distribution there (no gradient); both float32, at the sampling temperature.
+
+        ``tokens`` is ``[row length]``. Only the chosen positions meet the vocabulary.
+        """
+        hidden = self.lm.base_model(
+            input_ids=tokens[None], position_ids=layout.positions, use_cache=False, layout=layout
+        ).last_hidden_state[0][positions]
+        head = self.lm.get_output_embeddings()
+        rows = max(1, LOGIT_ELEMENTS // self.lm.config.get_text_config().vocab_size)
+        if len(targets) <= rows:
+            return _logprobs(head, hidden, targets, self.temperature)
+        parts = [
+            checkpoint(_logprobs, head, h, t, self.temperature, use_reentrant=False)
+            for h, t in zip(hidden.split(rows), targets.split(rows), strict=True)
+        ]
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+
+def _logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    logits = head(hidden).float() / temperature
+    norm = logits.logsumexp(-1)
+    with torch.no_grad():
+        logs = logits - norm[:, None]
+        entropy = -(logs.exp() * logs).sum(-1)
+    return logits.gather(-1, targets[:, None])[:, 0] - norm, entropy
+
+
+def load(path: str, temperature: float) -> Policy:
+    """The Hugging Face folder ``path`` in float32, without dropout. Raises ``ModelError``."""
+    if not (Path(path) / "config.json").is_file():
+        raise ModelError(f"model.path: {path} is not a Hugging Face model folder (no config.json)")
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    try:
+        lm = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"model.path: cannot load {path}: {str(error).strip().splitlines()[0]}") from error
+    # Always in evaluation mode: the logprobs have to be those of the policy that the engines serve.
+    lm.eval()
+    policy = Policy(lm, temperature)
+    check_packing(policy)
+    return policy
+
+
+@torch.no_grad()
+def check_packing(policy: Policy) -> None:
+    """Compare a packed row with the model's own forward on each sequence, and keep the packed attention.
+
+    Proves for the architecture at hand what packing takes for granted: that nothing passes from one sequence to the
+    next, that positions may restart, that the attention has no term of its own, and that logits are the head applied to
+    the last hidden state. Raises ``ModelError``.
+    """
+    lm = policy.lm
+    vocabulary = lm.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(vocabulary, (n,), generator=generator) for n in (5, 9, 3)]
+    expected = [
+        (lm(input_ids=row[None], use_cache=False).logits[0, :-1].float() / policy.temperature)
+        .log_softmax(-1)
+        .gather(-1, row[1:, None])[:, 0]
+        for row in rows
+    ]
+    try:
+        lm.set_attn_implementation(attention.NAME)
+        tokens = torch.cat(rows)
+        last = torch.tensor([len(row) for row in rows]).cumsum(0) - 1
+        positions = torch.tensor([p for p in range(len(tokens)) if p not in last.tolist()])
+        got, _ = policy(tokens, Layout([len(row) for row in rows], tokens.device), positions, tokens[positions + 1])
+        difference = float((got - torch.cat(expected)).abs().max())
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"model.path: {type(lm).__name__} cannot take packed sequences: {error}") from error
+    if not difference < 1e-3:
+        raise ModelError(
+            f"model.path: {type(lm).__name__} gives other logprobs for packed sequences (off by {difference:.3g}); "
+            "this architecture cannot be trained without padding"
+        )
+
+
+def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype, activation_checkpointing: bool) -> None:
+    """FSDP2 in place: one unit per decoder layer, and one for the rest. Master weights and gradient sums stay float32;
+    forward and backward compute in ``dtype``."""
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    if dtype == torch.float32:
+        mixed = MixedPrecisionPolicy()
+    names = set(policy.lm._no_split_modules or ())
+    for parent in list(policy.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__ in names:
+                layer = checkpoint_wrapper(child) if activation_checkpointing else child
+                setattr(parent, name, layer)
+                fully_shard(layer, mesh=mesh, mp_policy=mixed)
+    fully_shard(policy, mesh=mesh, mp_policy=mixed)
+
+
+def named_parameters(policy: Policy) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters under transformers' own names, whatever the modules are wrapped in; a tied one appears once."""
+    for name, parameter in policy.lm.named_parameters():
+        yield name.replace(_CHECKPOINT_PREFIX, ""), parameter
+
+
+def manifest(policy: Policy, version: int, dtype: torch.dtype) -> Manifest:
+    """The weight set in its order of travel. Tied weights appear once, as in ``save_pretrained``."""
+    type_name = str(dtype).removeprefix("torch.")
+    tensors = []
+    for name, parameter in named_parameters(policy):
+        meta = torch.empty(parameter.shape, device="meta")
+        for saved, part in revert_weight_conversion(policy.lm, {name: meta}).items():
+            tensors.append(TensorInfo(name=saved, shape=tuple(part.shape), dtype=type_name))
+    whole = {n: torch.empty(p.shape, device="meta") for n, p in named_parameters(policy)}
+    if sorted(t.name for t in tensors) != sorted(revert_weight_conversion(policy.lm, whole)):
+        raise ModelError(f"model.path: the weights of {type(policy.lm).__name__} cannot be exported one by one")
+    return Manifest(version=version, tensors=tuple(tensors))
+
+
+@torch.no_grad()
+def gather(policy: Policy, weights: Manifest, dtype: torch.dtype, limit: int, keep: bool) -> Iterator[dict[str, Tensor]]:
+    """The whole tensors in ``weights``' order, in buckets of at most ``limit`` bytes, cast to ``dtype``.
+
+    A collective: every rank must run it to the end. Ranks that do not ``keep`` yield empty buckets and hold one tensor
+    at a time. Tensors may share memory with the parameters: use them before the next step.
+    """
+    buckets = iter(weights.buckets(limit))
+    wanted: set[str] = set()
+    bucket: dict[str, Tensor] = {}
+    for name, parameter in named_parameters(policy):
+        part = parameter.detach().to(dtype)
+        whole = part.full_tensor() if isinstance(part, DTensor) else part
+        for saved, tensor in revert_weight_conversion(policy.lm, {name: whole}).items():
+            if not wanted:
+                wanted = {t.name for t in next(buckets)}
+            wanted.remove(saved)
+            if keep:
+                bucket[saved] = tensor.contiguous()
+            if not wanted:
+                yield bucket
+                bucket = {}
