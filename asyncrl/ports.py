@@ -200,7 +200,7 @@ class Observer(Protocol):
     """Hears what happens. Calls are cheap, never wait, and never raise for I/O. Times are loop time.
 
     A track is a lane of the trace: ``controller``, ``trainer``, a server's name, ``env 17``. The report looks for the
-    spans ``train`` on ``trainer`` and ``update`` on a server's track.
+    spans ``train`` on ``trainer`` and ``update`` on a server's track, each with ``version`` (trained, loaded) in args.
     """
 
     def step(self, metrics: StepMetrics) -> None:

@@ -8,6 +8,7 @@ on the spot, so nothing is lost; the error of such a flush is kept for the next 
 
 from __future__ import annotations
 
+import math
 import threading
 from array import array
 from collections import Counter, deque
@@ -153,6 +154,15 @@ class Recorder:
             for file in self._files.values():
                 file.close()
 
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Mean time from one step's end to the next; the first step's own length while there is only one."""
+        if self._first is None:
+            return None
+        if len(self.rewards) == 1:
+            return self.metrics["time/step"]
+        return (self._newest.at - self._first.at) / (len(self.rewards) - 1)
+
     def summary(self, *, exit: str, started: str, command: Sequence[str], ledger: Mapping[str, int]) -> Summary:
         """The run so far. ``started`` is its start's time of day; ``ledger`` counts trajectories by final state."""
         first, last = reward_edges(self.rewards)
@@ -171,7 +181,7 @@ class Recorder:
             staleness=StalenessSummary(
                 mean=sum(k * n for k, n in self._staleness.items()) / self._staleness.total() if self.rewards else None,
                 max=max(self._staleness, default=None),
-                bound=self.recipe.staleness.bound,
+                bound=math.ceil(self.recipe.staleness.bound),
             ),
             bubble_share=bubble_share(*window) if window else None,
             trainer_idle_share=trainer_idle_share(*window) if window else None,

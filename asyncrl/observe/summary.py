@@ -28,11 +28,11 @@ PACKAGES = (
 
 
 class StalenessSummary(Record, frozen=True, kw_only=True):
-    """Over all trajectories that were trained; ``bound`` is the recipe's."""
+    """Over all trajectories that were trained; ``bound`` is ⌈α⌉, the most that any of them may have."""
 
     mean: float | None
     max: int | None
-    bound: float
+    bound: int
 
 
 class Summary(Record, frozen=True, kw_only=True):
@@ -91,3 +91,10 @@ def read_summary(run_dir: Path) -> Summary | None:
     """The summary; None if the run has not written it (yet, or was killed)."""
     path = run_dir / SUMMARY
     return msgspec.json.decode(path.read_bytes(), type=Summary) if path.exists() else None
+
+
+def duration(seconds: float) -> str:
+    """``h:mm:ss``."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{s:02}"

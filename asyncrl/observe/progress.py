@@ -1,0 +1,242 @@
+"""Live progress: one panel with a row for each component on a terminal, a plain line now and then elsewhere.
+
+Reads the Recorder and decides nothing. The CLI's render coroutine calls ``render`` about four times a second; there is
+no thread. A display that breaks (terminal gone, stream closed) is switched off: the run goes on without it. What the
+stream's encoding cannot show is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO, TypeVar
+
+from asyncrl.observe.recorder import Recorder
+from asyncrl.observe.summary import Summary, duration
+
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.panel import Panel
+
+T = TypeVar("T")
+
+PLAIN_INTERVAL_S = 10.0
+"""Loop time between two lines where there is no terminal."""
+RATE_WINDOW_S = 10.0
+"""Tokens per second and busy shares are over this much of the recent past."""
+SERVER_ROWS = 4
+"""More servers than this share one row."""
+SPARKS = {True: "▁▂▃▄▅▆▇█", False: "_.-:=+*#"}
+ARROW = {True: "→", False: "->"}
+
+
+class Progress:
+    """What ``recorder`` has seen, shown on ``out``. ``render`` and ``close`` never raise for a display that fails."""
+
+    def __init__(self, recorder: Recorder, out: TextIO) -> None:
+        self._recorder = recorder
+        self._out: TextIO | None = out
+        self._unicode = _shows_unicode(out)
+        self._live: Live | None = None
+        self._next_line = recorder.clock()
+        self._evals_told = 0
+        self._samples: deque[tuple[float, float, dict[str, tuple[float, float]]]] = deque()
+        if out.isatty() and os.environ.get("TERM") != "dumb":
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(console=Console(file=out), auto_refresh=False, vertical_overflow="crop")
+            self._attempt(self._live.start)
+
+    def render(self) -> None:
+        """Show the newest state; where there is no terminal, only when a line is due."""
+        self._sample()
+        if self._live is not None:
+            live = self._live
+            self._attempt(lambda: live.update(self._panel(), refresh=True))
+            return
+        for e in self._recorder.evals[self._evals_told :]:
+            self._print(f"held-out accuracy {e.accuracy:.3f} of version {e.version} ({e.n} tasks)")
+        self._evals_told = len(self._recorder.evals)
+        now = self._recorder.clock()
+        if now >= self._next_line:
+            self._next_line = now + PLAIN_INTERVAL_S
+            self._print(self._line())
+
+    def note(self, text: str) -> None:
+        """Print a line; on a terminal, above the panel."""
+        self._print(text)
+
+    def close(self, summary: Summary | None = None, report: Path | None = None) -> None:
+        """Leave the last state on the screen, and print the closing summary."""
+        if self._live is not None:
+            self.render()
+        if self._live is not None:
+            self._attempt(self._live.stop)
+            self._live = None
+        for line in closing_lines(summary, report, self._unicode) if summary is not None else ():
+            self._print(line)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(component, its state) of the panel, top to bottom."""
+        recorder = self._recorder
+        m, gauges, recipe = recorder.metrics, recorder.gauges, recorder.recipe
+        reward = f"  reward {recorder.rewards[-1]:.3f} {self._sparkline(recorder.rewards)}" if recorder.rewards else ""
+        rows = [("controller", f"step {len(recorder.rewards)}/{recipe.run.steps}{reward}{self._time_left()}")]
+        running = sum(s.running for s in recorder.servers.values())
+        waiting = gauges.get("rollout/waiting", 0)
+        rows.append(("rollout", f"running {running:,}  waiting {waiting:,.0f}  {self._token_rate():,.0f} tok/s"))
+        rows += self._server_rows()
+        reserved = gauges.get("buffer/reserved", m.get("buffer/reserved", 0))
+        occupied = gauges.get("buffer/occupied", m.get("buffer/occupied", 0))
+        stale = f"mean {m['staleness/mean']:.2f} max {m['staleness/max']:.0f}" if m else "-"
+        text = f"reserved {reserved:.0f}  occupied {occupied:.0f}/{recipe.rollout.batch_groups}"
+        rows.append(("buffer", f"{text}  staleness {stale} (bound {math.ceil(recipe.staleness.bound)})"))
+        if m:
+            parts = [f"{key} {m[f'trainer/{key}']:.4g}" for key in ("loss", "grad_norm") if f"trainer/{key}" in m]
+            parts += [f"step {m['time/train']:.2f} s", f"idle {_percent(m.get('bubble/trainer_idle'))}"]
+            rows.append(("trainer", "  ".join(parts)))
+        else:
+            rows.append(("trainer", "waiting for the first batch"))
+        states = recorder.states
+        failed, retried = gauges.get("envs/failed", 0), gauges.get("envs/retried", 0)
+        text = f"finished {states.total():,}  filtered {states['filtered']:,}"
+        rows.append(("envs", f"{text}  failed {failed:,.0f}  retried {retried:,.0f}"))
+        if recorder.evals:
+            path = f" {ARROW[self._unicode]} ".join(f"{e.accuracy:.3f}" for e in _first_and_last(recorder.evals))
+            rows.append(("held-out", path))
+        return [(name, self._showable(text)) for name, text in rows]
+
+    def _server_rows(self) -> list[tuple[str, str]]:
+        servers = self._recorder.servers
+        if len(servers) <= SERVER_ROWS:
+            return [
+                (name, f"v{s.version}  running {s.running}  busy {_percent(self._busy([name]))}" if s.up else "down")
+                for name, s in servers.items()
+            ]
+        up = [s for s in servers.values() if s.up]
+        versions = sorted({s.version for s in up})
+        span = "v" + "-".join(str(v) for v in _first_and_last(versions)) if versions else "-"
+        return [("servers", f"{len(up)}/{len(servers)} up  {span}  busy {_percent(self._busy(servers))}")]
+
+    def _line(self) -> str:
+        recorder, m = self._recorder, self._recorder.metrics
+        parts = [f"step {len(recorder.rewards)}/{recorder.recipe.run.steps}"]
+        if m:
+            parts += [
+                f"reward {m['reward/mean']:.3f}",
+                f"staleness {m['staleness/mean']:.2f} max {m['staleness/max']:.0f}",
+                f"bubbles {_percent(m.get('bubble/share'))}",
+            ]
+        running = sum(s.running for s in recorder.servers.values())
+        return "  ".join(parts) + f"  running {running:,}  {self._token_rate():,.0f} tok/s{self._time_left()}"
+
+    def _time_left(self) -> str:
+        pace, steps = self._recorder.seconds_per_step, self._recorder.recipe.run.steps
+        if pace is None:
+            return ""
+        done = len(self._recorder.rewards)
+        since = self._recorder.clock() - self._recorder.start - self._recorder.metrics["time/at"]
+        return f"  left {duration(max(0.0, (steps - done) * pace - since))}"
+
+    def _sample(self) -> None:
+        """Remember totals, so that rates are over the recent past."""
+        now = self._recorder.clock()
+        tokens = self._recorder.gauges.get("rollout/tokens", self._recorder.metrics.get("tokens/total", 0.0))
+        self._samples.append((now, tokens, {n: s.totals(now) for n, s in self._recorder.servers.items()}))
+        while len(self._samples) > 2 and self._samples[1][0] <= now - RATE_WINDOW_S:
+            self._samples.popleft()
+
+    def _token_rate(self) -> float:
+        (start, before, _), (end, after, _) = self._samples[0], self._samples[-1]
+        return (after - before) / (end - start) if end > start else 0.0
+
+    def _busy(self, names: Iterable[str]) -> float | None:
+        then, now = self._samples[0][2], self._samples[-1][2]
+        busy = available = 0.0
+        for name in names:
+            b0, a0 = then.get(name, (0.0, 0.0))
+            b1, a1 = now.get(name, (0.0, 0.0))
+            busy, available = busy + b1 - b0, available + a1 - a0
+        return busy / available if available > 0 else None
+
+    def _sparkline(self, values: Sequence[float]) -> str:
+        recent = values[-24:]
+        low, high = min(values), max(values)
+        marks = SPARKS[self._unicode]
+        scale = (len(marks) - 1) / (high - low) if high > low else 0.0
+        return "".join(marks[round((v - low) * scale)] for v in recent)
+
+    def _panel(self) -> Panel:
+        from rich.panel import Panel
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table.grid(padding=(0, 2))
+        table.add_column(no_wrap=True, overflow="crop", style="bold cyan")
+        table.add_column(no_wrap=True, overflow="crop")
+        for name, text in self.rows():
+            table.add_row(Text(self._showable(name)), Text(text))
+        elapsed = duration(self._recorder.clock() - self._recorder.start)
+        title = Text(self._showable(f"{self._recorder.recipe.name}  {elapsed}"), overflow="crop")
+        return Panel(table, title=title, title_align="left", border_style="dim")
+
+    def _print(self, text: str) -> None:
+        live, out, text = self._live, self._out, self._showable(text)
+        if live is not None:
+            self._attempt(lambda: live.console.print(text, markup=False, highlight=False, soft_wrap=True))
+        elif out is not None:
+            self._attempt(lambda: print(text, file=out, flush=True))
+
+    def _showable(self, text: str) -> str:
+        encoding = getattr(self._out, "encoding", None) or "ascii"
+        return text.encode(encoding, "replace").decode(encoding)
+
+    def _attempt(self, show: Callable[[], object]) -> None:
+        try:
+            show()
+        except (OSError, ValueError):  # terminal gone, stream closed, or a character that it cannot encode
+            live, self._live, self._out = self._live, None, None
+            if live is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    live.stop()  # gives sys.stdout and sys.stderr back, before it fails
+
+
+def closing_lines(summary: Summary, report: Path | None, unicode: bool) -> list[str]:
+    """The run in a few lines, for its end."""
+    s, arrow = summary, ARROW[unicode]
+    lines = [f"{s.recipe}: {s.exit}, {s.steps} steps in {duration(s.seconds)}"]
+    if s.reward_first is not None and s.reward_last is not None:
+        lines.append(f"  reward     {s.reward_first:.3f} {arrow} {s.reward_last:.3f}")
+    if s.heldout_before is not None:
+        after = f" {arrow} {s.heldout_after:.3f}" if s.heldout_after is not None else ""
+        lines.append(f"  held-out   {s.heldout_before:.3f}{after}")
+    if s.staleness.mean is not None:
+        mean, bound = s.staleness.mean, s.staleness.bound
+        lines.append(f"  staleness  mean {mean:.2f}, max {s.staleness.max} (bound {bound})")
+    lines.append(f"  bubbles    servers {_percent(s.bubble_share)}, trainer idle {_percent(s.trainer_idle_share)}")
+    lines.append(f"  tokens     {s.tokens:,} ({s.tokens / s.seconds if s.seconds > 0 else 0:,.0f} tok/s)")
+    lines.append("  ledger     " + (", ".join(f"{state} {n:,}" for state, n in s.ledger.items() if n) or "empty"))
+    if report is not None:
+        lines.append(f"  report     {report}")
+    return lines
+
+
+def _shows_unicode(out: TextIO) -> bool:
+    try:
+        "".join((*SPARKS[True], ARROW[True])).encode(getattr(out, "encoding", None) or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def _first_and_last(items: Sequence[T]) -> list[T]:
+    return [items[0], items[-1]] if len(items) > 1 else list(items)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f} %"
