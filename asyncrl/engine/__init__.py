@@ -1,0 +1,1 @@
+"""Inference servers behind the Engine port (DESIGN.md §7)."""

@@ -1,0 +1,92 @@
+"""What the lines of a /generate reply say, as chunks of new tokens. Pure: no I/O, no clock.
+
+SGLang has two ways to stream. With ``--incremental-streaming-output`` a line holds only new tokens, without it all
+tokens so far; and the last line of a request that is aborted in the queue mixes both. ``completion_tokens`` tells them
+apart on each line, so no setting has to be known: a list that holds at least that many tokens is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from asyncrl.ports import Chunk
+from asyncrl.wire import GenerateReply, WeightSpan
+
+
+class BadReply(ValueError):
+    """A reply that contradicts itself."""
+
+
+class ReplyReader:
+    """Reads the ``n`` replies of one request; ``version_of`` maps the server's version strings to integers."""
+
+    __slots__ = ("_finished", "_seen", "_version_of", "heard")
+
+    def __init__(self, n: int, version_of: Callable[[str], int]) -> None:
+        self._seen = [0] * n
+        self._finished = [False] * n
+        self._version_of = version_of
+        self.heard = False
+        """True once a line came: the server surely knows the request."""
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Indices of the replies whose last chunk has not come."""
+        return [i for i, done in enumerate(self._finished) if not done]
+
+    @property
+    def replies(self) -> int:
+        return len(self._seen)
+
+    def read(self, reply: GenerateReply) -> Chunk | None:
+        """The new tokens of one line, or ``None`` if it has none. Raises ``BadReply``."""
+        self.heard = True
+        index, meta = reply.index, reply.meta_info
+        if not 0 <= index < len(self._seen) or self._finished[index]:
+            raise BadReply(f"unexpected reply index {index}")
+        seen, ids, rows = self._seen[index], reply.output_ids, meta.output_token_logprobs or []
+        total = len(ids) if len(ids) >= meta.completion_tokens else meta.completion_tokens
+        new = total - seen
+        if new < 0:
+            raise BadReply(f"{total} tokens after {seen}")
+        # The last ones: right for both ways of streaming. A slice of -0 would be everything.
+        ids = ids[-new:] if new else []
+        rows = rows[-new:] if new else []
+        if [row[1] for row in rows] != ids or len(ids) != new:
+            raise BadReply(f"{new} new tokens, but {len(ids)} ids and {len(rows)} logprobs that are not all theirs")
+        finish = meta.finish_reason
+        if finish is not None:
+            if total != meta.completion_tokens:
+                raise BadReply(f"{total} tokens, but completion_tokens is {meta.completion_tokens}")
+            self._finished[index] = True
+        elif not new:
+            return None
+        self._seen[index] = total
+        return Chunk(
+            index=index,
+            output_ids=ids,
+            logprobs=[row[0] for row in rows],
+            versions=self._versions(meta.weight_version, meta.weight_versions, seen, total),
+            finish_reason=None if finish is None else finish.type,
+            cached_tokens=meta.cached_tokens,
+        )
+
+    def _versions(self, current: str, spans: list[WeightSpan] | None, start: int, end: int) -> list[int]:
+        """Version of each token in ``start``…``end``: by the spans (usually only the last line has them), else the
+        one that the line names. A span cannot be taken back for tokens of earlier lines."""
+        if not spans or len(spans) == 1:
+            return [self._version_of(spans[0].version if spans else current)] * (end - start)
+        versions: list[int] = []
+        for span in spans:
+            versions += [self._version_of(span.version)] * (min(span.end, end) - max(span.start, start, 0))
+        if len(versions) != end - start:
+            raise BadReply(f"weight_versions do not cover tokens {start} to {end}")
+        return versions
+
+    def cut(self) -> list[Chunk]:
+        """Last chunks of all replies that are not finished, for a request that was given up."""
+        chunks = [
+            Chunk(index=i, output_ids=[], logprobs=[], versions=[], finish_reason="abort") for i in self.unfinished
+        ]
+        self._finished = [True] * len(self._finished)
+        return chunks

@@ -1,0 +1,464 @@
+"""The Engine port over SGLang's HTTP API (0.5.23), for the real server and for the embedded one.
+
+Owns the requests of this client that are on the server, by their ids. Each is one coroutine, the consumer's own:
+
+    generate()    waits for: the server's next bytes                           woken by: the server; abort() giving up
+    abort()       waits for: the server; then for a silent request to react    woken by: the stream's first line or end
+    pause()       waits for: the requests that it aborted to end; the server   woken by: the last stream's end
+
+What the server is known to do, and what this client does about it:
+
+* It aborts by prefix of the id, so the ids sent end in a mark (``.``) that makes none the prefix of another. They also
+  hold the number of the attempt, as a repeated request may meet its first copy, which the server refuses.
+* It forgets an abort that overtakes its request, or that meets one held by a pause. ``abort`` therefore makes sure of
+  a request that has brought nothing yet, and in the end drops its connection, which the server notices by itself.
+* With ``n`` > 1 it gives the replies ids of its own: such a request is aborted by dropping its connection.
+* Its pause looks once a second whether all requests have ended. ``pause`` ends them first.
+* It drops idle connections after 5 s: a request that meets one which was just dropped is sent again on a fresh one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from contextlib import suppress
+from math import prod
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+
+from asyncrl import wire
+from asyncrl.config import EngineConfig
+from asyncrl.engine.http import BUSY, Http, shielded
+from asyncrl.engine.replies import BadReply, ReplyReader
+from asyncrl.ports import Chunk, EngineError, EngineInfo, EngineLoad, EngineRejected, GenerateRequest
+
+T = TypeVar("T")
+
+HEALTH_TIMEOUT_S = 5.0
+"""A server that does not answer /health for this long is not healthy."""
+
+ABORT_TIMEOUT_S = 5.0
+"""Deadline of telling the server that a request is no longer wanted."""
+
+ABORT_GRACE_S = 2.0
+"""How long a request may stay silent after its abort, before it is ended on this side."""
+
+BUCKET_BYTES = 256 << 20
+"""Weights received at once: the server keeps that much beside its own copy."""
+
+CONTEXT_MARGIN = 6
+"""SGLang's longest prompt (``max_req_input_len``) is its context less this."""
+
+_encode = msgspec.json.Encoder().encode
+_decode_line = msgspec.json.Decoder(wire.GenerateReply).decode
+_decode_many = msgspec.json.Decoder(list[wire.GenerateReply]).decode
+
+_ELEMENT_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
+
+
+class _GaveUp(Exception):
+    """This side gave the request up (``_Live.give_up``)."""
+
+
+class _Live:
+    """One request that is on the server."""
+
+    __slots__ = ("deadline", "given_up", "progress", "reader", "response", "rid", "wait")
+
+    def __init__(self, reader: ReplyReader, deadline: float) -> None:
+        self.reader = reader
+        self.deadline = deadline
+        self.rid = ""
+        """Its id on the server."""
+        self.response: aiohttp.ClientResponse | None = None
+        self.given_up = False
+        self.wait: asyncio.Timeout | None = None
+        """The wait for the server, if there is one now."""
+        self.progress = asyncio.Event()
+        """Set at the first line, and at the end."""
+
+    def give_up(self) -> None:
+        self.given_up = True
+        if self.wait is not None:
+            self.wait.reschedule(asyncio.get_running_loop().time())
+
+    def drop(self) -> None:
+        """Close the connection, unless the reply was read to its end and the connection went back to its pool."""
+        if self.response is not None:
+            self.response.close()
+            self.response = None
+
+
+class SGLangEngine:
+    """``url`` is ``http://host:port``. ``version`` is what a server that was never updated holds, ``model_type`` (as
+    in config.json) what it must serve, where that is known. ``rng`` draws the jitter of retries.
+
+    ``config.stream_interval`` 0 turns streaming off: one reply at the end, cheaper for short outputs, but a server
+    that dies takes all tokens of its requests with it.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        config: EngineConfig,
+        *,
+        rng: random.Random,
+        model_type: str | None = None,
+        version: int = 0,
+    ) -> None:
+        self.name = name
+        self._config = config
+        self._model_type = model_type
+        self._start_version = version
+        self._http = Http(url, name, retries=config.retries, rng=rng)
+        self._generate_url = self._http.url("generate")
+        self._live: dict[str, _Live] = {}
+        self._quiet = asyncio.Event()
+        """Set when no request of this client is on the server."""
+        self._quiet.set()
+        self._paused = False
+
+    def __repr__(self) -> str:
+        return f"<SGLangEngine {self.name}: {len(self._live)} requests>"
+
+    # --- what the server is
+
+    async def connect(self) -> EngineInfo:
+        timeout_s = self._config.connect_timeout_s
+        last: EngineError | None = None
+        attempt = 0
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        await self._http.call("GET", "health", timeout_s=HEALTH_TIMEOUT_S)
+                        break
+                    except EngineRejected:  # no inference server answers there, and waiting cannot change it
+                        raise
+                    except EngineError as error:
+                        last = error
+                    await self._http.backoff(attempt)
+                    attempt += 1
+                server = await self._get("server_info", wire.ServerInfo)
+                model = await self._get("model_info", wire.ModelInfo)
+        except TimeoutError:
+            raise self._http.error(f"not ready within engine.connect_timeout_s ({timeout_s:g} s); {last}") from None
+        if self._model_type is not None and model.model_type != self._model_type:
+            raise self._http.error(
+                f"serves a {model.model_type} model ({model.model_path}), the recipe trains a {self._model_type}; "
+                "start it with the recipe's model.path"
+            )
+        return EngineInfo(
+            name=self.name,
+            version=self._version(model.weight_version),
+            max_running_requests=server.max_running_requests or self._config.max_running_requests,
+            max_total_tokens=server.max_total_num_tokens or self._config.max_total_tokens,
+            context_length=server.context_length or (server.max_req_input_len or 0) + CONTEXT_MARGIN,
+        )
+
+    async def health(self) -> bool:
+        try:
+            await self._http.call("GET", "health", timeout_s=HEALTH_TIMEOUT_S)
+        except EngineError:
+            return False
+        return True
+
+    async def load(self) -> EngineLoad:
+        loads = (await self._get("v1/loads", wire.LoadsReply)).loads
+        return EngineLoad(
+            running=sum(entry.num_running_reqs for entry in loads),
+            waiting=sum(entry.num_waiting_reqs for entry in loads),
+            used_tokens=sum(entry.num_used_tokens for entry in loads),
+        )
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    def _version(self, text: str) -> int:
+        """SGLang starts with version ``default``; any string that is no integer was not set by asyncrl."""
+        return int(text) if text.isdecimal() else self._start_version
+
+    # --- generation
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        if request.rid in self._live:
+            raise self._http.rejected(f"request id {request.rid!r} is already running; ids must be unique")
+        deadline = asyncio.get_running_loop().time() + self._config.request_timeout_s
+        live = _Live(ReplyReader(request.n, self._version), deadline)
+        self._live[request.rid] = live
+        self._quiet.clear()
+        abandoned = False
+        try:
+            data = await self._open(live, request)
+            if self._config.stream_interval == 0:
+                whole = data
+                while data := await self._receive(live):
+                    whole += data
+                for reply in self._read_whole(live, whole):
+                    yield reply
+                return
+            rest = b""
+            while data:
+                *lines, rest = (rest + data).split(b"\n\n")
+                for line in lines:
+                    chunk = self._read_line(live, line)
+                    if chunk is not None:
+                        yield chunk
+                try:
+                    data = await self._receive(live)
+                except EngineError:
+                    # Only what follows the last token may fail to come.
+                    if live.reader.unfinished:
+                        raise
+                    return
+            if live.reader.unfinished:
+                raise self._http.error("ended /generate before the last token; did the server die?")
+        except _GaveUp:
+            for last in live.reader.cut():
+                yield last
+        except (asyncio.CancelledError, GeneratorExit):
+            abandoned = True
+            raise
+        finally:
+            del self._live[request.rid]
+            if not self._live:
+                self._quiet.set()
+            live.progress.set()
+            live.drop()
+            if abandoned:
+                await shielded(self._post("abort_request", wire.AbortReq(rid=live.rid)), ABORT_TIMEOUT_S)
+
+    async def _open(self, live: _Live, request: GenerateRequest) -> bytes:
+        """Send the request, again if need be, until its reply begins; the reply's first bytes."""
+        sent = failed = 0
+        fresh = False
+        while True:
+            live.rid = f"{request.rid}.{sent}."
+            sent += 1
+            try:
+                session = self._http.session(fresh=fresh)
+                live.response = await self._within(
+                    live, session.post(self._generate_url, data=self._body(request, live.rid))
+                )
+                if live.response.status == 200:
+                    return await self._within(live, live.response.content.readany())
+                raw = await self._within(live, live.response.read())
+                error = self._http.refused("/generate", live.response.status, raw)
+                again = live.response.status in BUSY
+            except (aiohttp.ClientError, OSError) as broken:
+                refused = isinstance(broken, aiohttp.ClientConnectorError)
+                dropped = isinstance(broken, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError) and not refused
+                if dropped and not fresh:
+                    fresh = True  # maybe an idle connection that the server had just dropped: no fault of it
+                    continue
+                error, again = self._http.broken("/generate", broken), True
+            live.drop()
+            if not again or failed >= self._config.retries:
+                raise error
+            await self._within(live, self._http.backoff(failed))
+            failed += 1
+
+    def _body(self, request: GenerateRequest, rid: str) -> bytes:
+        ids, stop = request.input_ids, request.stop_token_ids
+        streams = self._config.stream_interval > 0
+        return _encode(
+            wire.GenerateReq(
+                input_ids=ids if isinstance(ids, list) else list(ids),
+                rid=rid,
+                sampling_params=wire.SamplingParams(
+                    max_new_tokens=request.max_new_tokens,
+                    temperature=request.temperature,
+                    top_p=request.top_p,
+                    top_k=request.top_k,
+                    n=request.n,
+                    stop_token_ids=list(stop) if stop else None,
+                    stream_interval=self._config.stream_interval if streams else None,
+                ),
+                return_logprob=True,
+                stream=streams,
+            )
+        )
+
+    async def _within(self, live: _Live, reply: Awaitable[T]) -> T:
+        """Wait for the server: until the request's deadline, or until a stream was idle for too long."""
+        now = asyncio.get_running_loop().time()
+        # Without streaming nothing comes until the last token: silence says nothing.
+        idle_s = self._config.idle_timeout_s if self._config.stream_interval else self._config.request_timeout_s
+        try:
+            async with asyncio.timeout_at(now if live.given_up else min(now + idle_s, live.deadline)) as live.wait:
+                return await reply
+        except aiohttp.ClientError:
+            raise
+        except TimeoutError:
+            if live.given_up:
+                raise _GaveUp from None
+            key = "idle_timeout_s" if now + idle_s < live.deadline else "request_timeout_s"
+            raise self._http.error(f"/generate brought nothing more within engine.{key}") from None
+        finally:
+            live.wait = None
+
+    async def _receive(self, live: _Live) -> bytes:
+        assert live.response is not None
+        try:
+            return await self._within(live, live.response.content.readany())
+        except (aiohttp.ClientError, OSError) as broken:
+            raise self._http.broken("/generate", broken) from None
+
+    def _read_line(self, live: _Live, line: bytes) -> Chunk | None:
+        """One ``data:`` line of a stream."""
+        if not line.startswith(b"data: "):
+            if line.startswith(b":") or not line:  # a comment, which keeps the connection alive
+                return None
+            raise self._http.garbage("/generate", line, "no 'data:' line")
+        if line == b"data: [DONE]":
+            return None
+        try:
+            reply = _decode_line(line[6:])
+        except msgspec.DecodeError as error:
+            raise self._http.garbage("/generate", line, error) from None
+        return self._read(live, reply)
+
+    def _read_whole(self, live: _Live, raw: bytes) -> Iterator[Chunk]:
+        """A reply that came at once: one object, or a list where several were asked for."""
+        try:
+            replies = _decode_many(raw) if raw.startswith(b"[") else [_decode_line(raw)]
+        except msgspec.DecodeError as error:
+            raise self._http.garbage("/generate", raw, error) from None
+        for index, reply in enumerate(replies):
+            reply.index = index
+            chunk = self._read(live, reply)
+            if chunk is not None:
+                yield chunk
+        if live.reader.unfinished:
+            raise self._http.error(f"/generate brought no end of replies {live.reader.unfinished}")
+
+    def _read(self, live: _Live, reply: wire.GenerateReply) -> Chunk | None:
+        if reply.error is not None:
+            raise self._http.refused_in_stream(reply.error.code, reply.error.message)
+        try:
+            chunk = live.reader.read(reply)
+        except BadReply as error:
+            raise self._http.error(f"/generate contradicts itself: {error}") from None
+        finish = reply.meta_info.finish_reason
+        if finish is not None and finish.status_code is not None:
+            raise self._http.refused_in_stream(finish.status_code, finish.message or "aborted by the server")
+        live.progress.set()
+        return chunk
+
+    # --- interruption
+
+    async def abort(self, rid: str) -> None:
+        live = self._live.get(rid)
+        if live is None:
+            return
+        if live.reader.replies > 1 or (self._paused and not live.reader.heard):
+            live.give_up()
+            return
+        await self._post("abort_request", wire.AbortReq(rid=live.rid))
+        if live.reader.heard:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ABORT_GRACE_S):
+                await live.progress.wait()
+        if self._live.get(rid) is live:
+            if live.reader.heard:  # the abort may have overtaken the request
+                await self._post("abort_request", wire.AbortReq(rid=live.rid))
+            else:
+                live.give_up()
+
+    async def pause(self) -> None:
+        if self._live:
+            await self._post("abort_request", wire.AbortReq(abort_all=True))
+            with suppress(TimeoutError):  # then the pause itself waits for them
+                async with asyncio.timeout(ABORT_GRACE_S):
+                    await self._quiet.wait()
+        await self._post("pause_generation", wire.PauseReq(mode="abort"))
+        self._paused = True
+
+    async def resume(self) -> None:
+        self._paused = False
+        await self._post("continue_generation")
+
+    # --- weights
+
+    async def load_from_disk(self, path: str, version: int) -> None:
+        body = wire.UpdateFromDiskReq(model_path=path, weight_version=str(version))
+        await self._update("update_weights_from_disk", body)
+        await self._check_version(version)
+
+    async def join_group(self, address: str, port: int, rank: int, world_size: int, group: str, backend: str) -> None:
+        await self._update(
+            "init_weights_update_group",
+            wire.InitGroupReq(
+                master_address=address,
+                master_port=port,
+                rank_offset=rank,
+                world_size=world_size,
+                group_name=group,
+                backend=backend,
+            ),
+        )
+
+    async def load_from_group(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str, version: int
+    ) -> None:
+        await self._update("begin_weight_update")
+        try:
+            buckets = list(_buckets(dtypes, shapes))
+            for start, end in buckets:
+                last = end == len(names)
+                await self._update(
+                    "update_weights_from_distributed",
+                    wire.UpdateFromDistributedReq(
+                        names=list(names[start:end]),
+                        dtypes=list(dtypes[start:end]),
+                        shapes=[list(shape) for shape in shapes[start:end]],
+                        group_name=group,
+                        weight_version=str(version) if last else None,
+                        flush_cache=last,
+                    ),
+                )
+        except BaseException:
+            # Else the server would refuse every later update.
+            await shielded(self._update("end_weight_update"), ABORT_TIMEOUT_S)
+            raise
+        await self._update("end_weight_update")
+        await self._check_version(version)
+
+    async def _check_version(self, version: int) -> None:
+        held = (await self._get("model_info", wire.ModelInfo)).weight_version
+        if held != str(version):
+            raise self._http.error(f"says it holds weights {held!r} after it was given version {version}")
+
+    # --- calls
+
+    async def _get(self, path: str, reply: type[T]) -> T:
+        return await self._http.call("GET", path, reply, timeout_s=self._config.control_timeout_s)
+
+    async def _post(self, path: str, body: msgspec.Struct | None = None) -> None:
+        """A control call that can be repeated."""
+        await self._http.call("POST", path, body=body, timeout_s=self._config.control_timeout_s)
+
+    async def _update(self, path: str, body: msgspec.Struct | None = None) -> None:
+        """A step of a weight update: done once, as the other side of the group takes part once."""
+        timeout_s = self._config.control_timeout_s
+        reply = await self._http.call("POST", path, wire.StatusReply, body=body, timeout_s=timeout_s, repeatable=False)
+        if not reply.success:
+            raise self._http.rejected(f"/{path}: {reply.message}")
+
+
+def _buckets(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
+    """Ranges of tensors of at most ``BUCKET_BYTES`` each (or one larger tensor)."""
+    start = held = 0
+    for i, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True)):
+        size = prod(shape) * _ELEMENT_BYTES.get(dtype, 4)
+        if i > start and held + size > BUCKET_BYTES:
+            yield start, i
+            start, held = i, 0
+        held += size
+    if len(shapes) > start:
+        yield start, len(shapes)
