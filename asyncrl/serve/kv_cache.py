@@ -1,0 +1,158 @@
+"""Keys and values of the running sequences, in arenas by length class.
+
+A step reads every row of a batch up to the longest one, so rows of like length must lie together, or the long tail of a
+rollout makes every short row pay for the longest. An ``Arena`` holds the sequences that need at most ``width`` tokens
+(widths double), densely from row 0; attention reads a plain view of it, with no gather. A sequence that outgrows its
+arena moves on to the next (a copy of its own length, so O(1) a token amortised); when one leaves, the last row fills
+the hole. Rows of all arenas, in order, are the decode batch.
+
+Owned by the engine's thread. Memory follows use: an arena grows by half when full and is freed when empty.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from asyncrl.serve.scheduler import Sequence
+from asyncrl.serve.spec import ModelSpec
+
+MIN_WIDTH = 64
+
+
+class Group(NamedTuple):
+    """Rows ``start``…``stop`` of the decode batch: one arena's."""
+
+    start: int
+    stop: int
+    rows: torch.Tensor  # (n,) int64: 0…n-1, index of the row in the arena
+    positions: torch.Tensor  # (n,) int64: column of the token that this step writes
+    kv: torch.Tensor  # (layers, capacity, 2, kv_heads, width, head_dim)
+    bias: torch.Tensor  # (n, 1, 1, longest): 0 where a row has a token, -inf behind its end
+    longest: int
+
+
+class Arena:
+    """Rows of at most ``width`` tokens. ``sequences[i]`` lives in row i of ``kv`` and ``bias``."""
+
+    def __init__(self, spec: ModelSpec, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.width = width
+        self.sequences: list[Sequence] = []
+        self._shape = (spec.layers, 2, spec.kv_heads, width, spec.head_dim)
+        self._dtype = dtype
+        self._device = device
+        self.release()
+
+    def release(self) -> None:
+        layers, *row = self._shape
+        self.kv = torch.empty((layers, 0, *row), dtype=self._dtype, device=self._device)
+        self.bias = torch.empty((0, self.width), dtype=self._dtype, device=self._device)
+
+    def take(self, count: int) -> int:
+        """Room for ``count`` more rows at the end; the first of them."""
+        start, need = len(self.sequences), len(self.sequences) + count
+        capacity = self.bias.shape[0]
+        if need > capacity:
+            capacity = max(need, capacity + capacity // 2, 4)
+            layers, *row = self._shape
+            kv = torch.zeros((layers, capacity, *row), dtype=self._dtype, device=self._device)
+            bias = torch.empty((capacity, self.width), dtype=self._dtype, device=self._device)
+            kv[:, :start] = self.kv[:, :start]
+            bias[:start] = self.bias[:start]
+            self.kv, self.bias = kv, bias
+        return start
+
+
+class KVCache:
+    """See the module. A sequence of ``n`` tokens has KV for its first ``n - 1``; the step that samples the next token
+    writes the last one's."""
+
+    def __init__(self, spec: ModelSpec, *, context_length: int, dtype: torch.dtype, device: torch.device) -> None:
+        widths = [MIN_WIDTH]
+        while widths[-1] < context_length:
+            widths.append(widths[-1] * 2)
+        self.arenas = [Arena(spec, width, dtype, device) for width in widths]
+        self._device = device
+        self._arange = torch.arange(4096, device=device)
+        self._home: dict[Sequence, tuple[Arena, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._home)
+
+    def arena_index(self, tokens: int) -> int:
+        """Which arena holds a sequence of ``tokens`` tokens."""
+        return max(0, math.ceil(math.log2(tokens / MIN_WIDTH))) if tokens > MIN_WIDTH else 0
+
+    def place(self, sequences: list[Sequence]) -> tuple[Arena, int]:
+        """Give new sequences, all of one arena, neighbouring rows: (arena, first row). Their KV is still to be
+        written, for ``tokens`` columns."""
+        arena = self.arenas[self.arena_index(max(s.tokens for s in sequences))]
+        start = arena.take(len(sequences))
+        bias = arena.bias[start : start + len(sequences)]
+        lengths = torch.tensor([s.tokens for s in sequences], device=self._device)
+        ends = torch.arange(arena.width, device=self._device) < lengths[:, None]
+        bias.copy_(torch.where(ends, 0.0, -math.inf))
+        for row, sequence in enumerate(sequences, start):
+            arena.sequences.append(sequence)
+            self._home[sequence] = (arena, row)
+        return arena, start
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence's KV. Harmless for one that has none."""
+        if sequence not in self._home:
+            return
+        arena, row = self._home.pop(sequence)
+        last = arena.sequences.pop()
+        if last is not sequence:
+            length = last.tokens
+            arena.kv[:, row, :, :, :length] = arena.kv[:, len(arena.sequences), :, :, :length]
+            arena.bias[row] = arena.bias[len(arena.sequences)]
+            arena.sequences[row] = last
+            self._home[last] = (arena, row)
+        elif not arena.sequences:
+            arena.release()
+
+    def batch(self) -> tuple[list[Sequence], torch.Tensor, list[Group]]:
+        """The decode batch: its sequences, the positions of their last tokens (n,), and its groups.
+
+        Sequences that outgrew their arena move on first; the columns of the last tokens become visible.
+        """
+        for arena in self.arenas:
+            outgrown = [s for s in arena.sequences if s.tokens > arena.width]
+            for sequence in outgrown:
+                self._promote(sequence)
+        order = [s for arena in self.arenas for s in arena.sequences]
+        positions = torch.tensor([s.tokens - 1 for s in order], device=self._device)
+        groups = []
+        start = 0
+        for arena in self.arenas:
+            count = len(arena.sequences)
+            if not count:
+                continue
+            stop = start + count
+            rows, columns = self._rows(count), positions[start:stop]
+            arena.bias[rows, columns] = 0.0
+            longest = max(s.tokens for s in arena.sequences)
+            bias = arena.bias[:count, None, None, :longest]
+            groups.append(Group(start, stop, rows, columns, arena.kv, bias, longest))
+            start = stop
+        return order, positions, groups
+
+    def _promote(self, sequence: Sequence) -> None:
+        arena, row = self._home[sequence]
+        length = sequence.tokens - 1
+        target = self.arenas[self.arena_index(sequence.tokens)]
+        new = target.take(1)
+        target.kv[:, new, :, :, :length] = arena.kv[:, row, :, :, :length]
+        target.bias[new, :length] = 0.0
+        target.bias[new, length:] = -math.inf
+        self.remove(sequence)
+        target.sequences.append(sequence)
+        self._home[sequence] = (target, new)
+
+    def _rows(self, count: int) -> torch.Tensor:
+        if count > len(self._arange):
+            self._arange = torch.arange(2 * count, device=self._device)
+        return self._arange[:count]

@@ -1,0 +1,348 @@
+"""The engine: one thread that alternates between what the server asks and steps of the model.
+
+``Engine`` owns the scheduler, the cache, the model and the sampler; only its thread touches them. The server speaks to
+it by jobs: plain functions that run between two steps, and whose results come back as asyncio futures. What a step
+produced goes to the server in one hand-over, whatever the number of rows.
+
+The thread waits on its inbox when there is nothing to generate (woken by a job), and otherwise only looks into it
+between steps. An exception in a step ends the thread and is given to ``on_crash``: the server then goes down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from asyncrl.core.types import Record
+from asyncrl.serve.kv_cache import KVCache
+from asyncrl.serve.model import Model
+from asyncrl.serve.sampler import Sampler
+from asyncrl.serve.scheduler import MODES, Scheduler, Sequence
+from asyncrl.serve.spec import ServeError
+from asyncrl.serve.weights import Tensors, apply
+from asyncrl.wire import FinishReason, WeightSpan
+
+PREFILL_TOKENS = 4096
+"""Prompt tokens that one step may prefill, so that running sequences are not kept waiting for long."""
+
+T = TypeVar("T")
+
+
+class Output(NamedTuple):
+    """New tokens of a sequence since its last output. The last one has ``finish`` and ``spans``."""
+
+    sequence: Sequence
+    ids: list[int]
+    logprobs: list[float]
+    version: str
+    done: int  # output tokens so far, these included
+    finish: FinishReason | None
+    spans: list[WeightSpan] | None
+
+
+class LoadSnapshot(Record, frozen=True, kw_only=True):
+    """Load as of the last step. ``throughput`` is in generated tokens a second, over the last second of work."""
+
+    running: int = 0
+    waiting: int = 0
+    used_tokens: int = 0
+    throughput: float = 0.0
+
+
+class _Job(NamedTuple):
+    run: Callable[[], Any]
+    ready: Callable[[], bool]
+    future: asyncio.Future[Any]
+    holds: bool  # while it waits, nothing new is admitted
+
+
+class Engine:
+    """See the module. ``deliver`` gets each hand-over on the event loop that made the engine."""
+
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        scheduler: Scheduler,
+        sampler: Sampler,
+        *,
+        deliver: Callable[[list[Output]], None],
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        self.model = model
+        self.scheduler = scheduler
+        self.weight_version = "default"
+        self.load = LoadSnapshot()
+        self._cache = cache
+        self._sampler = sampler
+        self._deliver = deliver
+        self._on_crash = on_crash
+        self._loop = asyncio.get_running_loop()
+        self._inbox: SimpleQueue[_Job | None] = SimpleQueue()
+        self._deferred: list[_Job] = []
+        self._outputs: list[Output] = []
+        self._session = False
+        self._meter = _Meter()
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout: float) -> bool:
+        """Ask the thread to end after the step it is in; True if it did in time."""
+        self._inbox.put(None)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    # --- What the server asks (on the event loop) ---------------------------------------------------------------------
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """Queue new sequences; their outputs come through ``deliver``."""
+
+        def run() -> None:
+            for sequence in sequences:
+                self.scheduler.add(sequence)
+
+        self._call(run)
+
+    def abort(self, match: Callable[[Sequence], bool]) -> asyncio.Future[None]:
+        """Finish every matching live sequence with what it has."""
+        return self._call(lambda: self._abort(match))
+
+    def pause(self, mode: str) -> asyncio.Future[None]:
+        if mode not in MODES:
+            raise ServeError(f"pause mode {mode!r} is not known; use one of {', '.join(MODES)}")
+
+        def run() -> None:
+            if mode == "abort":
+                self._abort(lambda sequence: True)
+            for sequence in self.scheduler.pause(mode):
+                self._cache.remove(sequence)
+
+        return self._call(run)
+
+    def resume(self) -> asyncio.Future[None]:
+        return self._call(self.scheduler.resume)
+
+    def flush(self, *, wait: bool) -> asyncio.Future[bool]:
+        """True once nothing holds KV (there is no prefix cache to drop); ``wait`` for that, or say False at once."""
+        if wait:
+            return self._call(lambda: True, ready=lambda: self.scheduler.idle)
+        return self._call(lambda: self.scheduler.idle)
+
+    def set_version(self, version: str, *, abort_all: bool = False) -> asyncio.Future[None]:
+        def run() -> None:
+            if abort_all:
+                self._abort(lambda sequence: True)
+            self._set_version(version)
+
+        return self._call(run)
+
+    def begin_update(self) -> asyncio.Future[None]:
+        """Open an update session: running requests end first unless paused, and new ones wait until it is over."""
+
+        def run() -> None:
+            if self._session:
+                raise ServeError("a weight update is open already; POST /end_weight_update first")
+            self._session = True
+
+        return self._call(run, ready=self._updatable, holds=True)
+
+    def end_update(self) -> asyncio.Future[None]:
+        def run() -> None:
+            if not self._session:
+                raise ServeError("no weight update is open; POST /begin_weight_update first")
+            self._session = False
+
+        return self._call(run)
+
+    def check_update(self, *, flush_cache: bool, session: bool) -> asyncio.Future[None]:
+        """Raise ``ServeError`` now if ``update`` with these arguments would be refused."""
+        return self._call(lambda: self._check_update(flush_cache, session))
+
+    def update(
+        self, tensors: Tensors, version: str | None, *, flush_cache: bool, session: bool, abort_all: bool = False
+    ) -> asyncio.Future[None]:
+        """Replace weights in place. At once when paused; otherwise running requests end first (or are aborted), and new
+        ones wait. Frozen requests keep their old KV, so with ``in_place`` ones the cache cannot be flushed."""
+
+        def run() -> None:
+            if abort_all:
+                self._abort(lambda sequence: True)
+            self._check_update(flush_cache, session)
+            apply(self.model.parameters, tensors)
+            if version is not None:
+                self._set_version(version)
+
+        ready = (lambda: True) if abort_all else self._updatable
+        return self._call(run, ready=ready, holds=True)
+
+    def _call(
+        self, run: Callable[[], T], *, ready: Callable[[], bool] = lambda: True, holds: bool = False
+    ) -> asyncio.Future[T]:
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._inbox.put(_Job(run, ready, future, holds))
+        return future
+
+    # --- The thread ---------------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            with torch.inference_mode():
+                while self._take_jobs():
+                    self._step()
+                    self._hand_over()
+        except BaseException as error:
+            self._post(self._on_crash, error)
+
+    def _take_jobs(self) -> bool:
+        """Run the jobs that are due; wait for one when there is nothing to generate. False: stop."""
+        while True:
+            blocking = not self._busy()
+            if blocking:
+                self._publish_load()
+                self._hand_over()
+            try:
+                while True:
+                    job = self._inbox.get(block=blocking)
+                    if job is None:
+                        return False
+                    self._deferred.append(job)
+                    blocking = False
+            except Empty:
+                pass
+            self._run_due()
+            if self._busy():
+                return True
+
+    def _busy(self) -> bool:
+        s = self.scheduler
+        return not s.frozen and bool(s.running or (s.waiting and not s.holding))
+
+    def _run_due(self) -> None:
+        """Run deferred jobs that are ready, in order; one that is not ready does not stop the others."""
+        waiting = []
+        for job in self._deferred:
+            if job.future.cancelled():
+                continue
+            if not job.ready():
+                waiting.append(job)
+                continue
+            try:
+                result = job.run()
+            except ServeError as error:
+                self._post(_fail, job.future, error)
+            else:
+                self._hand_over()  # the chunks that a job caused come before its answer
+                self._post(_resolve, job.future, result)
+        self._deferred = waiting
+        self.scheduler.holding = self._session or any(job.holds for job in waiting)
+
+    def _step(self) -> None:
+        scheduler, cache = self.scheduler, self._cache
+        admitted = scheduler.admit(PREFILL_TOKENS)
+        by_arena: dict[int, list[Sequence]] = {}
+        for sequence in admitted:
+            by_arena.setdefault(cache.arena_index(sequence.tokens), []).append(sequence)
+        for sequences in by_arena.values():
+            self._record(sequences, self.model.prefill(cache, sequences))
+        for sequence in scheduler.make_room():
+            cache.remove(sequence)
+        if scheduler.running:
+            order, positions, groups = cache.batch()
+            tokens = torch.tensor([s.output[-1] for s in order], device=self.model.device)
+            self._record(order, self.model.decode(tokens, positions, groups))
+        self._publish_load()
+
+    def _record(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
+        ids, logprobs = self._sampler.sample(logits, sequences)
+        version, append = self.weight_version, self.scheduler.append
+        for sequence, token, logprob in zip(sequences, ids, logprobs, strict=True):
+            if append(sequence, token, logprob, version):
+                self._cache.remove(sequence)
+                self._emit(sequence)
+            elif sequence.interval and len(sequence.output) - sequence.sent >= sequence.interval:
+                self._emit(sequence)
+        self._meter.add(len(sequences))
+
+    def _emit(self, sequence: Sequence) -> None:
+        """Queue what is new of a sequence for the next hand-over."""
+        start, finish = sequence.sent, sequence.finish
+        sequence.sent = done = len(sequence.output)
+        spans = sequence.weight_spans() if finish else None
+        ids, logprobs = sequence.output[start:], sequence.logprobs[start:]
+        self._outputs.append(Output(sequence, ids, logprobs, self.weight_version, done, finish, spans))
+
+    def _abort(self, match: Callable[[Sequence], bool]) -> None:
+        running, waiting = self.scheduler.abort(match)
+        for sequence in running:
+            self._cache.remove(sequence)
+        for sequence in running + waiting:
+            self._emit(sequence)
+
+    def _updatable(self) -> bool:
+        return self.scheduler.frozen or not self.scheduler.running
+
+    def _check_update(self, flush_cache: bool, session: bool) -> None:
+        if session and not self._session:
+            raise ServeError("weight updates must run between begin_weight_update() and end_weight_update()")
+        if flush_cache and self.scheduler.paused == "in_place" and self.scheduler.running:
+            raise ServeError("the cache cannot be flushed while requests are paused in place; the weights are kept: "
+                             "pause with mode retract or abort, or send flush_cache false")  # fmt: skip
+
+    def _set_version(self, version: str) -> None:
+        # A chunk carries one version, so what the old one sampled goes out first.
+        for sequence in self.scheduler.live():
+            if sequence.interval and len(sequence.output) > sequence.sent:
+                self._emit(sequence)
+        self.weight_version = version
+
+    def _publish_load(self) -> None:
+        s = self.scheduler
+        self.load = LoadSnapshot(
+            running=len(s.running), waiting=len(s.waiting), used_tokens=s.used, throughput=self._meter.rate
+        )
+
+    def _hand_over(self) -> None:
+        if self._outputs:
+            outputs, self._outputs = self._outputs, []
+            self._post(self._deliver, outputs)
+
+    def _post(self, function: Callable[..., None], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the loop is closed: the server has gone, and nobody is left to tell
+            if not self._loop.is_closed():
+                raise
+
+
+class _Meter:
+    """Tokens a second, over windows of about a second of work."""
+
+    def __init__(self) -> None:
+        self.rate = 0.0
+        self._tokens = 0
+        self._since = time.monotonic()
+
+    def add(self, tokens: int) -> None:
+        self._tokens += tokens
+        elapsed = time.monotonic() - self._since
+        if elapsed >= 1.0:
+            self.rate = self._tokens / elapsed
+            self._tokens, self._since = 0, self._since + elapsed
+
+
+def _resolve(future: asyncio.Future[Any], result: object) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[Any], error: ServeError) -> None:
+    if not future.done():
+        future.set_exception(error)
