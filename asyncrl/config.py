@@ -127,6 +127,10 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     """A stream that brings nothing for this long is given up and retried elsewhere."""
     control_timeout_s: float = 120.0
     retries: int = 3
+    probe_s: float = 2.0
+    """Time between two probes of a server that failed."""
+    patience_s: float = 60.0
+    """The run ends when no server was up for this long."""
 
 
 class TrainerConfig(Section, frozen=True, kw_only=True):
@@ -173,9 +177,9 @@ class RunConfig(Section, frozen=True, kw_only=True):
     steps: int = 100
     eval_tasks: int = 0
     """Held-out tasks that are played before and after training; 0: all of them."""
+    eval_temperature: float = 1.0
     checkpoint_every: int = 0
     """Steps between checkpoints; the last one is always written."""
-    drain_timeout_s: float = 30.0
 
 
 class Recipe(Section, frozen=True, kw_only=True):

@@ -58,7 +58,7 @@ class Conversation:
 
     def _after_assistant(self, observation: Observation) -> list[int]:
         text = self._tokenizer.render([*_BASE, *observation.messages], True)
-        before, mark, suffix = text.partition(_MARK)
+        _, mark, suffix = text.partition(_MARK)
         if not mark:
             raise ValueError("the model's chat template drops assistant turns, so a dialogue cannot be extended by ids")
         new = self._tokenizer.encode(suffix)

@@ -1,0 +1,207 @@
+"""Composition root: wires the components of one run, in the real or in a simulated world.
+
+``assemble`` is the one place that knows every component of the runtime; it is the same for both worlds. A ``World`` is
+what it needs from outside: the ports' implementations, the tasks and the user's environment.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+
+from asyncrl.config import Recipe
+from asyncrl.core.policy.routing import ROUTING
+from asyncrl.core.staleness.inflight_cap import InflightCap
+from asyncrl.core.types import Task
+from asyncrl.env import Env
+from asyncrl.ports import Blocking, Engine, Observer, Tokenizer, Trainer, WeightTransport
+from asyncrl.runtime.controller import AsyncController, Evaluation, Service
+from asyncrl.runtime.env_manager import EnvManager, EpisodeLimits, EpisodePlayer
+from asyncrl.runtime.llm_proxy import LLMProxy
+from asyncrl.runtime.parameter_server import ParameterServer
+from asyncrl.runtime.reward import RewardFunction, Scorer
+from asyncrl.runtime.sample_buffer import SampleBuffer
+from asyncrl.runtime.task_source import TaskSource
+from asyncrl.runtime.user_code import FailureWindow
+from asyncrl.sim.engine import Lengths, SimEngine
+from asyncrl.sim.trace import TraceRecorder
+from asyncrl.sim.world import SimBlocking, SimEnv, SimTokenizer, SimTrainer, SimTransport
+
+
+class World(msgspec.Struct, kw_only=True):
+    """Everything outside the runtime. ``engines`` are reachable (or become so within their deadline)."""
+
+    engines: Sequence[Engine]
+    trainer: Trainer
+    transport: WeightTransport
+    tokenizer: Tokenizer
+    blocking: Blocking
+    observer: Observer
+    train_tasks: Sequence[Task]
+    heldout_tasks: Sequence[Task]
+    make_env: Callable[[], Env]
+    reward: RewardFunction | None
+    checkpoint: Callable[[int], Awaitable[None]]
+    services: Sequence[Service] = ()
+
+
+class Run(msgspec.Struct, kw_only=True):
+    """One wired run, ready for ``controller.run()``."""
+
+    controller: AsyncController
+    buffer: SampleBuffer
+    proxy: LLMProxy
+    parameters: ParameterServer
+
+
+async def assemble(recipe: Recipe, world: World) -> Run:
+    """Connect to trainer and servers, and wire the runtime over them. Raises ``EngineError`` or ``TrainerError``."""
+    version = await world.trainer.connect()
+    infos = [await engine.connect() for engine in world.engines]
+    rng = random.Random(f"{recipe.seed}/proxy")
+    proxy = LLMProxy(
+        route=ROUTING[recipe.engine.routing],
+        observer=world.observer,
+        context_length=min(info.context_length for info in infos),
+        stop_token_ids=world.tokenizer.eos_ids,
+        rid_prefix=f"{rng.getrandbits(32):08x}",
+        probe_s=recipe.engine.probe_s,
+        patience_s=recipe.engine.patience_s,
+    )
+    for engine, info in zip(world.engines, infos, strict=True):
+        proxy.add(engine, info)
+    rollout = recipe.rollout
+    buffer = SampleBuffer(
+        control=InflightCap(
+            batch=rollout.batch_groups,
+            alpha=recipe.staleness.bound,
+            redundant=rollout.max_additional_running_prompts,
+            step=version,
+        ),
+        tasks=TaskSource(world.train_tasks, seed=recipe.seed, shuffle=recipe.task.shuffle),
+        group_size=rollout.group_size,
+        observer=world.observer,
+        version=version,
+        replicate=rollout.expand_num_return_sequences,
+        filter_zero_variance=rollout.filter_zero_variance,
+        retries=recipe.env.retries,
+        total_groups=(recipe.run.steps - version) * rollout.batch_groups,
+    )
+    parameters = ParameterServer(
+        proxy=proxy,
+        transport=world.transport,
+        running=recipe.update.running,
+        observer=world.observer,
+        version=version,
+    )
+    failures = FailureWindow(size=recipe.env.failure_window, max_rate=recipe.env.max_failure_rate)
+    player = EpisodePlayer(
+        make_env=world.make_env,
+        scorer=None
+        if world.reward is None
+        else Scorer(world.reward, blocking=world.blocking, timeout_s=recipe.env.reward_timeout_s),
+        proxy=proxy,
+        tokenizer=world.tokenizer,
+        limits=EpisodeLimits(
+            max_turns=recipe.env.max_turns,
+            max_new_tokens=rollout.max_new_tokens,
+            max_tokens=rollout.max_tokens,
+            reset_timeout_s=recipe.env.reset_timeout_s,
+            step_timeout_s=recipe.env.step_timeout_s,
+        ),
+    )
+    managers = [
+        EnvManager(
+            name=f"env {i}",
+            buffer=buffer,
+            player=player,
+            failures=failures,
+            observer=world.observer,
+            episode_timeout_s=recipe.env.episode_timeout_s,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+        )
+        for i in range(rollout.num_envs)
+    ]
+    heldout = world.heldout_tasks[: recipe.run.eval_tasks or None]
+    controller = AsyncController(
+        steps=recipe.run.steps,
+        advantage_name=recipe.algorithm.advantage,
+        buffer=buffer,
+        proxy=proxy,
+        parameters=parameters,
+        trainer=world.trainer,
+        env_managers=managers,
+        player=player,
+        failures=failures,
+        evaluation=Evaluation(
+            tasks=heldout, temperature=recipe.run.eval_temperature, concurrency=recipe.rollout.num_envs
+        ),
+        observer=world.observer,
+        checkpoint=world.checkpoint,
+        checkpoint_every=recipe.run.checkpoint_every,
+        services=world.services,
+    )
+    return Run(controller=controller, buffer=buffer, proxy=proxy, parameters=parameters)
+
+
+# --- the simulated world ----------------------------------------------------------------------------------------------
+
+
+class Simulation(msgspec.Struct, kw_only=True):
+    """A run on virtual time and its parts, for faults and for looking at afterwards."""
+
+    run: Run
+    engines: list[SimEngine]
+    trainer: SimTrainer
+    trace: TraceRecorder
+
+
+async def simulated(
+    recipe: Recipe,
+    *,
+    lengths: Lengths | None = None,
+    env: Callable[[random.Random], Env] | None = None,
+    services: Sequence[Service] = (),
+) -> Simulation:
+    """The same runtime over simulated servers, trainer and environment. To be awaited on a ``VirtualLoop``.
+
+    Everything random comes from the recipe's seed: one seed, one trace.
+    """
+    trace = TraceRecorder()
+    rng = random.Random(f"{recipe.seed}/world")
+    engines = [
+        SimEngine(
+            f"server {i}",
+            rng=random.Random(rng.random()),
+            lengths=lengths or (lambda r: min(recipe.rollout.max_new_tokens, int(r.lognormvariate(4.0, 1.0)) + 1)),
+            max_running=recipe.engine.max_running_requests,
+            max_tokens=recipe.engine.max_total_tokens,
+            context_length=recipe.engine.max_total_tokens,
+            stream_interval=recipe.engine.stream_interval,
+        )
+        for i in range(recipe.engine.count)
+    ]
+    trainer = SimTrainer()
+    env_rng = random.Random(rng.random())
+
+    async def checkpoint(version: int) -> None:
+        await trainer.save(f"version {version}")
+
+    world = World(
+        engines=engines,
+        trainer=trainer,
+        transport=SimTransport(),
+        tokenizer=SimTokenizer(),
+        blocking=SimBlocking(rng=random.Random(rng.random())),
+        observer=trace,
+        train_tasks=[Task(id=f"task {i}", data={"prompt": f"task {i} "}) for i in range(1000)],
+        heldout_tasks=[Task(id=f"heldout {i}", data={"prompt": f"heldout {i} "}) for i in range(16)],
+        make_env=lambda: (env or (lambda r: SimEnv(rng=r, turns=recipe.env.max_turns)))(env_rng),
+        reward=None,
+        checkpoint=checkpoint,
+        services=services,
+    )
+    return Simulation(run=await assemble(recipe, world), engines=engines, trainer=trainer, trace=trace)

@@ -1,0 +1,183 @@
+"""AsyncController: the root TaskGroup, the train loop and the end of a run (ROLL Flash §4.2).
+
+      EnvManager × num_envs ──put──▶ SampleBuffer ──get_batch──▶ ┌─────────── train loop ───────────┐
+        ▲    │ lease                      ▲                      │ get_batch → train_step → publish │
+        │    └── generate ──▶ LLMProxy    └──── set_version ──── └──────────────────────────────────┘
+        └────────────────────────┘ ▲                                        │
+                                   └── suspend · load · resume ─────────────┘
+
+    loop          waits for                                  woken by
+    train loop    get_batch; train_step; publish             the last occupy; the trainer; the servers
+    EnvManager    a lease; a completion; the env             admission; the proxy; the user's code
+    proxy.watch   a server that failed                       mark_down
+    services      whatever the composition root adds (progress, flushing)
+
+Training overlaps generation by as much as the staleness control admits: with α = 0 nothing is admitted until the new
+version is live, so the same loop is synchronous. The first exception of any child cancels all others; afterwards the
+ledger must balance, or that is the error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+
+from asyncrl.core import advantage
+from asyncrl.core.types import Batch, Record, Task
+from asyncrl.ports import Observer, StepMetrics, Trainer
+from asyncrl.runtime.env_manager import EnvManager, EpisodePlayer
+from asyncrl.runtime.llm_proxy import LLMProxy
+from asyncrl.runtime.parameter_server import ParameterServer
+from asyncrl.runtime.sample_buffer import SampleBuffer
+from asyncrl.runtime.user_code import EpisodeFailed, FailureWindow
+
+Service = Callable[[], Awaitable[None]]
+
+
+class Evaluation(Record, frozen=True, kw_only=True):
+    """How held-out tasks are played."""
+
+    tasks: Sequence[Task]
+    temperature: float
+    concurrency: int
+
+
+class AsyncController:
+    """Runs ``steps`` train steps, with an evaluation before and after when there are held-out tasks.
+
+    ``checkpoint`` is awaited with the version every ``checkpoint_every`` steps (0: only at the end).
+    """
+
+    def __init__(
+        self,
+        *,
+        steps: int,
+        advantage_name: str,
+        buffer: SampleBuffer,
+        proxy: LLMProxy,
+        parameters: ParameterServer,
+        trainer: Trainer,
+        env_managers: Sequence[EnvManager],
+        player: EpisodePlayer,
+        failures: FailureWindow,
+        evaluation: Evaluation,
+        observer: Observer,
+        checkpoint: Callable[[int], Awaitable[None]],
+        checkpoint_every: int = 0,
+        services: Sequence[Service] = (),
+    ) -> None:
+        self._steps = steps
+        self._advantage_name = advantage_name
+        self._buffer = buffer
+        self._proxy = proxy
+        self._parameters = parameters
+        self._trainer = trainer
+        self._env_managers = env_managers
+        self._player = player
+        self._failures = failures
+        self._evaluation = evaluation
+        self._observer = observer
+        self._checkpoint = checkpoint
+        self._checkpoint_every = checkpoint_every
+        self._services = services
+        proxy.on_return = parameters.restore
+
+    async def run(self) -> None:
+        """To the last step. Afterwards every trajectory is in a final state, or ``LedgerError`` is raised."""
+        reason = "run ended"
+        try:
+            async with asyncio.TaskGroup() as root:
+                background = [root.create_task(_forever(service)) for service in (*self._services, self._proxy.watch)]
+                await self._evaluate()
+                managers = [root.create_task(manager.run()) for manager in self._env_managers]
+                for step in range(self._parameters.version, self._steps):
+                    await self._step(step)
+                self._buffer.close(reason)
+                await _stop(managers)
+                await self._evaluate()
+                await self._checkpoint(self._parameters.version)
+                await _stop(background)
+        except BaseException:
+            reason = "run stopped"
+            raise
+        finally:
+            self._buffer.close(reason)
+            self._buffer.ledger.check_balanced()
+
+    async def _step(self, step: int) -> None:
+        """Consume one batch, train on it, put the new version on the servers."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        batch = await self._buffer.get_batch(step)
+        got = loop.time()
+        result = await self._trainer.train_step(batch, self._advantages(batch))
+        trained = loop.time()
+        self._observer.span("trainer", "train", got, trained, {"step": step})
+        await self._parameters.publish(result.version)
+        self._buffer.set_version(result.version)
+        ended = loop.time()
+        snapshot = self._buffer.snapshot()
+        self._observer.step(
+            StepMetrics(
+                batch=batch,
+                at=ended,
+                seconds=ended - started,
+                wait_s=got - started,
+                train_s=trained - got,
+                update_s=ended - trained,
+                tokens=self._proxy.generated,
+                trainer=result.metrics,
+                buffer={
+                    "reserved": snapshot.staleness.reserved,
+                    "occupied": snapshot.staleness.occupied,
+                    "capacity": snapshot.staleness.capacity,
+                    "filtered": snapshot.filtered,
+                    "retried": snapshot.retried,
+                    "failed": snapshot.failed,
+                },
+                ledger=self._buffer.ledger.counts(),
+            )
+        )
+        if self._checkpoint_every and (step + 1) % self._checkpoint_every == 0 and step + 1 < self._steps:
+            await self._checkpoint(result.version)
+
+    def _advantages(self, batch: Batch) -> list[float]:
+        return advantage.compute(self._advantage_name, [g.rewards for g in batch.groups])
+
+    async def _evaluate(self) -> None:
+        """Play the held-out tasks on the current version, a bounded number at once. A failed episode counts as 0."""
+        evaluation = self._evaluation
+        if not evaluation.tasks:
+            return
+        version = self._parameters.version
+        scores: list[float] = []
+        pending = iter(evaluation.tasks)
+
+        async def play() -> None:
+            for task in pending:
+                try:
+                    [episode] = await self._player.play(task, v_traj=version, temperature=evaluation.temperature)
+                except EpisodeFailed as failure:
+                    scores.append(0.0)
+                    self._failures.failed(failure)
+                else:
+                    self._failures.succeeded()
+                    scores.append(episode.metrics.get("accuracy", episode.reward))
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(evaluation.concurrency, len(evaluation.tasks))):
+                group.create_task(play())
+        self._observer.eval(version, math.fsum(scores) / len(scores), len(scores))
+
+
+async def _forever(service: Service) -> None:
+    await service()
+
+
+async def _stop(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel and wait; a task that fails meanwhile is the TaskGroup's business."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)

@@ -1,0 +1,281 @@
+"""EnvManager: one environment slot, playing one episode after another (ROLL Flash §4.2).
+
+reset → generate → step → … → reward. Owns one live ``Env`` and its conversation. While the environment thinks, the
+trajectory holds no server slot (§5.2.1); its next turn is routed afresh.
+
+    run()     waits for: a lease           woken by: SampleBuffer
+    play()    waits for: tokens, the env   woken by: LLMProxy, the user's code
+
+``EpisodePlayer`` is the part that training and evaluation share: it knows no ledger and no batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from asyncrl.core.ledger import State
+from asyncrl.core.types import Record, Task, Trajectory, Turn, flatten
+from asyncrl.env import Action, Env, Observation, Step
+from asyncrl.ports import EngineRejected, Observer, Tokenizer
+from asyncrl.runtime.conversation import Conversation
+from asyncrl.runtime.llm_proxy import Completion, LLMProxy, Prompt
+from asyncrl.runtime.reward import Scorer, checked_reward
+from asyncrl.runtime.sample_buffer import Lease, SampleBuffer
+from asyncrl.runtime.user_code import EpisodeFailed, FailureWindow, user_call
+
+
+class EpisodeLimits(Record, frozen=True, kw_only=True):
+    """Lengths in tokens, deadlines in seconds."""
+
+    max_turns: int
+    max_new_tokens: int
+    max_tokens: int
+    reset_timeout_s: float
+    step_timeout_s: float
+    close_timeout_s: float = 10.0
+
+
+class Episode(Record, frozen=True, kw_only=True):
+    """One finished episode."""
+
+    turns: Sequence[Turn]
+    reward: float
+    finish_reason: str
+    metrics: Mapping[str, float]
+
+
+class EpisodePlayer:
+    """Plays episodes of one kind of environment. ``scorer`` adds a reward function's value to that of the steps."""
+
+    def __init__(
+        self,
+        *,
+        make_env: Callable[[], Env],
+        scorer: Scorer | None,
+        proxy: LLMProxy,
+        tokenizer: Tokenizer,
+        limits: EpisodeLimits,
+    ) -> None:
+        self._make_env = make_env
+        self._scorer = scorer
+        self._proxy = proxy
+        self._tokenizer = tokenizer
+        self._limits = limits
+
+    async def play(
+        self,
+        task: Task,
+        *,
+        v_traj: int,
+        n: int = 1,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        on_running: Callable[[bool], None] = lambda running: None,
+    ) -> list[Episode]:
+        """``n`` episodes of ``task``; more than one share their first request, so they must have a single turn.
+
+        Raises ``EpisodeFailed``. Every environment that was made is closed, whatever happens.
+        """
+        envs: list[Env] = []
+        sampling = {"temperature": temperature, "top_p": top_p}
+        try:
+            dialogues = [await self._begin(task, envs) for _ in range(n)]
+            if n == 1:
+                return [await self._turns(task, envs[0], dialogues[0], v_traj, sampling, on_running)]
+            if any(d.ids != dialogues[0].ids for d in dialogues):
+                raise EpisodeFailed(
+                    "reset", "gave different prompts for one task; set rollout.expand_num_return_sequences = true"
+                )
+            completions = await self._generate(dialogues[0], v_traj, sampling, n, None, on_running)
+            episodes: list[Episode] = []
+            for env, dialogue, completion in zip(envs, dialogues, completions, strict=True):
+                step, reward = await self._step(task, env, dialogue, completion, 0)
+                episodes.append(_ended(dialogue, reward, completion.finish_reason, step))
+            return episodes
+        finally:
+            for env in envs:
+                await self._close(env)
+
+    async def _begin(self, task: Task, envs: list[Env]) -> Conversation:
+        """A new environment, appended to ``envs``, and the dialogue that its reset opens."""
+        async with user_call("reset", self._limits.reset_timeout_s):
+            env = self._make_env()
+            envs.append(env)
+            observation = await env.reset(task)
+        dialogue = Conversation(self._tokenizer)
+        _observe(dialogue, "reset", observation)
+        if len(dialogue.ids) >= self._limits.max_tokens:
+            raise EpisodeFailed(
+                "reset",
+                f"the prompt has {len(dialogue.ids)} tokens; raise rollout.max_tokens ({self._limits.max_tokens})",
+            )
+        return dialogue
+
+    async def _turns(
+        self,
+        task: Task,
+        env: Env,
+        dialogue: Conversation,
+        v_traj: int,
+        sampling: Mapping[str, float],
+        on_running: Callable[[bool], None],
+    ) -> Episode:
+        """generate → step → observe, until the environment is done or a limit is reached."""
+        reward, home, turn = 0.0, None, 0
+        while True:
+            [completion] = await self._generate(dialogue, v_traj, sampling, 1, home, on_running)
+            step, gained = await self._step(task, env, dialogue, completion, turn)
+            reward, home, turn = reward + gained, completion.server, turn + 1
+            if step.done or turn == self._limits.max_turns:
+                return _ended(dialogue, reward, completion.finish_reason, step)
+            _observe(dialogue, "step", step.observation)
+            if len(dialogue.ids) >= self._limits.max_tokens:
+                return _ended(dialogue, reward, "length", step)
+
+    async def _generate(
+        self,
+        dialogue: Conversation,
+        v_traj: int,
+        sampling: Mapping[str, float],
+        n: int,
+        home: str | None,
+        on_running: Callable[[bool], None],
+    ) -> list[Completion]:
+        room = min(self._limits.max_new_tokens, self._limits.max_tokens - len(dialogue.ids))
+        prompt = Prompt(ids=list(dialogue.ids), v_traj=v_traj, max_new_tokens=room, home=home, **sampling)
+        try:
+            return await self._proxy.generate(prompt, n, on_running)
+        except EngineRejected as error:
+            raise EpisodeFailed("generate", str(error)) from error
+
+    async def _step(
+        self, task: Task, env: Env, dialogue: Conversation, completion: Completion, turn: int
+    ) -> tuple[Step, float]:
+        """Apply one generation; the step and the reward it brought."""
+        text = dialogue.add_output(
+            completion.output_ids, completion.logprobs, completion.versions, completion.finish_reason
+        )
+        action = Action(text=text, token_ids=completion.output_ids, finish_reason=completion.finish_reason, turn=turn)
+        async with user_call("step", self._limits.step_timeout_s):
+            step = await env.step(action)
+            if not isinstance(step, Step):
+                raise EpisodeFailed("step", f"returned {type(step).__name__}; it must return asyncrl.Step")
+        reward = checked_reward("step", step.reward)
+        if self._scorer is not None and (step.done or turn + 1 == self._limits.max_turns):
+            reward += await self._scorer.score(task, action)
+        return step, reward
+
+    async def _close(self, env: Env) -> None:
+        """Close within the deadline; a failing close loses nothing, since the episode is over."""
+        try:
+            async with user_call("close", self._limits.close_timeout_s):
+                await env.close()
+        except EpisodeFailed:
+            return
+
+
+def _ended(dialogue: Conversation, reward: float, finish_reason: str, step: Step) -> Episode:
+    return Episode(turns=dialogue.turns, reward=reward, finish_reason=finish_reason, metrics=dict(step.metrics))
+
+
+def _observe(dialogue: Conversation, where: str, observation: Observation | str) -> None:
+    if not isinstance(observation, (Observation, str)):
+        raise EpisodeFailed(where, f"gave {type(observation).__name__} as observation; give text or an Observation")
+    try:
+        dialogue.observe(observation)
+    except ValueError as error:
+        raise EpisodeFailed(where, str(error)) from error
+    if not dialogue.ids:
+        raise EpisodeFailed(where, "gave an empty first observation, so there is nothing to continue")
+
+
+class EnvManager:
+    """One slot. ``name`` is its track in the trace."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        buffer: SampleBuffer,
+        player: EpisodePlayer,
+        failures: FailureWindow,
+        observer: Observer,
+        episode_timeout_s: float,
+        temperature: float,
+        top_p: float,
+    ) -> None:
+        self._name = name
+        self._buffer = buffer
+        self._player = player
+        self._failures = failures
+        self._observer = observer
+        self._episode_timeout_s = episode_timeout_s
+        self._temperature = temperature
+        self._top_p = top_p
+
+    async def run(self) -> None:
+        """Episodes without end, until cancelled. Raises ``EnvFailing``, and whatever is a bug of the runtime."""
+        while True:
+            await self._episode(await self._buffer.lease())
+
+    async def _episode(self, lease: Lease) -> None:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        outcome = "cancelled"
+        try:
+            async with asyncio.timeout(self._episode_timeout_s) as scope:
+                lease.on_revoke = lambda: scope.reschedule(loop.time())
+                if lease.revoked:
+                    return
+                self._buffer.mark(lease, State.WAITING)
+                episodes = await self._player.play(
+                    lease.task,
+                    v_traj=lease.v_traj,
+                    n=len(lease.trajectory_ids),
+                    temperature=self._temperature,
+                    top_p=self._top_p,
+                    on_running=lambda running: self._buffer.mark(lease, State.RUNNING if running else State.WAITING),
+                )
+            outcome = "done"
+        except TimeoutError:
+            if not lease.revoked:
+                self._fail(lease, EpisodeFailed("episode", f"no end within {self._episode_timeout_s:g} s"))
+            outcome = lease.revoked or "timeout"
+        except EpisodeFailed as failure:
+            if not lease.revoked:
+                self._fail(lease, failure)
+            outcome = "failed"
+        else:
+            if not lease.revoked:
+                self._failures.succeeded()
+                for trajectory_id, index, episode in zip(lease.trajectory_ids, lease.indices, episodes, strict=True):
+                    self._buffer.put(lease, _trajectory(lease, trajectory_id, index, episode))
+        finally:
+            lease.on_revoke = None
+            self._observer.span(
+                self._name, "episode", started, loop.time(), {"group": lease.group_id, "outcome": outcome}
+            )
+
+    def _fail(self, lease: Lease, failure: EpisodeFailed) -> None:
+        self._buffer.fail(lease, str(failure))
+        self._failures.failed(failure)
+
+
+def _trajectory(lease: Lease, trajectory_id: int, index: int, episode: Episode) -> Trajectory:
+    tokens, loss_mask, logprobs, versions = flatten(episode.turns)
+    return Trajectory(
+        id=trajectory_id,
+        group_id=lease.group_id,
+        index=index,
+        task_id=lease.task.id,
+        v_traj=lease.v_traj,
+        tokens=tokens,
+        loss_mask=loss_mask,
+        logprobs=logprobs,
+        versions=versions,
+        turns=len(episode.turns),
+        reward=episode.reward,
+        finish_reason=episode.finish_reason,
+        metrics=episode.metrics,
+    )

@@ -1,0 +1,107 @@
+"""ParameterServer: which version the trainer and each server hold, and the way of new weights to the servers.
+
+    publish()   suspend → model_update → resume (ROLL Flash §4.2). What needs no pause (gather, write) is done before
+                the servers are suspended, so that they stand still only while they load.
+    restore()   brings a server that came back after a failure to the current version; used by LLMProxy.watch.
+
+Both hold one lock, so a version is never delivered while another is on its way. A server that fails while it loads is
+marked down and the rest go on; only the trainer's failure, or no server at all, ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+from asyncrl.ports import EngineError, Observer, WeightTransport
+from asyncrl.runtime.llm_proxy import FleetDown, Instance, LLMProxy
+
+
+class ParameterServer:
+    """``running`` is what an update does to requests in flight: cut them, or let them end first."""
+
+    def __init__(
+        self,
+        *,
+        proxy: LLMProxy,
+        transport: WeightTransport,
+        running: Literal["interrupt", "drain"],
+        observer: Observer,
+        version: int = 0,
+    ) -> None:
+        self._proxy = proxy
+        self._transport = transport
+        self._running = running
+        self._observer = observer
+        self._version = version
+        self._lock = asyncio.Lock()
+        self._connected: list[str] = []
+        """Names of the servers that the transport's channel was made for."""
+
+    @property
+    def version(self) -> int:
+        """The version that all servers in use hold."""
+        return self._version
+
+    async def publish(self, version: int) -> None:
+        """Every server that is up holds ``version`` when this returns. Raises ``FleetDown`` if none could load it."""
+        loop = asyncio.get_running_loop()
+        await self._proxy.available.wait()
+        async with self._lock:
+            await self._connect([i for i in self._proxy.instances if i.up])
+            started = loop.time()
+            await self._transport.prepare(version)
+            self._observer.span("controller", "prepare weights", started, loop.time(), {"version": version})
+            paused = await self._proxy.suspend(self._running)
+            suspended = loop.time()
+            loaded = await self._deliver(paused, version)
+            if not loaded:
+                raise FleetDown(f"no inference server could load version {version}")
+            for instance in loaded:
+                self._proxy.set_version(instance, version)
+                self._observer.span(instance.name, "update", suspended, loop.time(), {"version": version})
+            self._version = version
+            await self._proxy.resume()
+            self._observer.span("controller", "suspended", suspended, loop.time(), {"version": version})
+
+    async def restore(self, instance: Instance) -> None:
+        """A failed server answers again. If it restarted it has old weights: it is used only once it is verified."""
+        async with self._lock:
+            if instance.up:
+                return
+            try:
+                info = await instance.engine.connect()
+                await instance.engine.pause()
+                if info.version != self._version:
+                    await self._connect([*(i for i in self._proxy.instances if i.up), instance])
+                    await self._transport.deliver([instance.engine], self._version)
+                await instance.engine.resume()
+            except EngineError:
+                return  # it is probed again
+            instance.version = self._version  # not set_version: a restarted server did go back
+            self._proxy.mark_up(instance)
+
+    async def _deliver(self, instances: list[Instance], version: int) -> list[Instance]:
+        """Load ``version`` into these servers; those that succeeded. One that fails is marked down, and the transport
+        is set up anew without it (a collective cannot go on with a dead member)."""
+        while instances:
+            try:
+                await self._connect(instances)
+                await self._transport.deliver([i.engine for i in instances], version)
+            except* EngineError as failures:
+                for instance in instances:
+                    if not await instance.engine.health():
+                        self._proxy.mark_down(instance, failures.exceptions[0])
+                alive = [i for i in instances if i.up]
+                if len(alive) == len(instances):
+                    raise
+                instances = alive
+            else:
+                return instances
+        return []
+
+    async def _connect(self, instances: list[Instance]) -> None:
+        names = sorted(i.name for i in instances)
+        if names and names != self._connected:
+            await self._transport.connect([i.engine for i in instances])
+            self._connected = names

@@ -1,0 +1,51 @@
+"""Scorer: a user's reward function, bounded in number and time, off the loop.
+
+A plain function runs on a worker through the Blocking port; an ``async def`` runs on the loop. Whatever it raises, an
+answer that is no finite number, or a missed deadline is an ``EpisodeFailed``: data, not the end of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from asyncrl.core.types import Task
+from asyncrl.env import Action
+from asyncrl.ports import Blocking
+from asyncrl.runtime.user_code import EpisodeFailed, user_call
+
+RewardFunction = Callable[[Task, Action], "float | Awaitable[float]"]
+
+
+class Scorer:
+    """``limit`` scores run at once; further ones wait their turn (their deadline starts when they run)."""
+
+    def __init__(self, function: RewardFunction, *, blocking: Blocking, timeout_s: float, limit: int = 64) -> None:
+        self._function = function
+        self._blocking = blocking
+        self._timeout_s = timeout_s
+        self._slots = asyncio.Semaphore(limit)
+        self._is_async = inspect.iscoroutinefunction(function)
+
+    async def score(self, task: Task, action: Action) -> float:
+        async with self._slots, user_call("reward", self._timeout_s):
+            answer: Any
+            if self._is_async:
+                answer = await self._function(task, action)  # type: ignore[misc]
+            else:
+                answer = await self._blocking.run(self._function, task, action)
+            return checked_reward("reward", answer)
+
+
+def checked_reward(where: str, value: Any) -> float:
+    """``value`` as a finite float, or ``EpisodeFailed``."""
+    try:
+        reward = float(value)
+    except (TypeError, ValueError):
+        raise EpisodeFailed(where, f"gave {value!r} as the reward; it must be a number") from None
+    if not math.isfinite(reward):
+        raise EpisodeFailed(where, f"gave {reward} as the reward; it must be finite")
+    return reward

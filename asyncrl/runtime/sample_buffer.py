@@ -1,0 +1,320 @@
+"""SampleBuffer: from admitted tasks to training batches (ROLL Flash §4.2), and the books of every trajectory.
+
+Owns the ledger, the staleness control, the task cursor and the unfinished groups. Every state change is one synchronous
+method, so atomic on the loop; only ``lease`` and ``get_batch`` wait.
+
+    lease()       waits for: admission of an episode       woken by: _admit() after consume, release, a new version
+    get_batch()   waits for: a batch that is certain       woken by: the last occupy, or a release of a due group
+    put()         never waits: the place was reserved
+
+A group is admitted only when an EnvManager is free to begin it, so its V_traj is the version of that moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from asyncrl.core.ledger import Ledger, State
+from asyncrl.core.staleness.base import StalenessControl, StalenessSnapshot, StalenessViolation
+from asyncrl.core.types import Batch, Group, Record, Task, Trajectory
+from asyncrl.ports import Observer
+from asyncrl.runtime.task_source import TaskSource
+
+
+class Lease:
+    """The right to run one episode (or, with prompt replication off, a whole group's episodes at once).
+
+    ``revoked`` names the reason once the runtime does not want it any more; the holder is then interrupted through
+    ``on_revoke`` and must not report anything: its trajectories are in their final state already.
+    """
+
+    __slots__ = ("group_id", "indices", "on_revoke", "revoked", "task", "trajectory_ids", "v_traj")
+
+    def __init__(self, group_id: int, task: Task, v_traj: int, trajectory_ids: Sequence[int], indices: Sequence[int]):
+        self.group_id = group_id
+        self.task = task
+        self.v_traj = v_traj
+        self.trajectory_ids = tuple(trajectory_ids)
+        self.indices = tuple(indices)
+        self.revoked = ""
+        self.on_revoke: Callable[[], None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Lease group {self.group_id} trajectories {list(self.trajectory_ids)}>"
+
+
+class _Slot:
+    """One member of an unfinished group."""
+
+    __slots__ = ("attempt", "lease", "trajectory", "trajectory_id")
+
+    def __init__(self, trajectory_id: int) -> None:
+        self.trajectory_id = trajectory_id
+        self.attempt = 0
+        self.lease: Lease | None = None
+        self.trajectory: Trajectory | None = None
+
+
+class _OpenGroup:
+    __slots__ = ("id", "missing", "slots", "task", "v_traj")
+
+    def __init__(self, group_id: int, task: Task, v_traj: int, first_trajectory: int, size: int) -> None:
+        self.id = group_id
+        self.task = task
+        self.v_traj = v_traj
+        self.slots = [_Slot(first_trajectory + i) for i in range(size)]
+        self.missing = size
+
+
+class BufferSnapshot(Record, frozen=True, kw_only=True):
+    """Counts of groups, and of episodes admitted that no EnvManager has taken yet."""
+
+    staleness: StalenessSnapshot
+    version: int
+    unclaimed: int
+    filtered: int
+    retried: int
+    failed: int
+
+
+class SampleBuffer:
+    """``replicate`` is prompt replication (ROLL Flash §5.1.2): one lease an episode, else one lease a group.
+
+    ``total_groups`` is what the whole run consumes: nothing is begun that no step could train.
+    """
+
+    def __init__(
+        self,
+        *,
+        control: StalenessControl,
+        tasks: TaskSource,
+        group_size: int,
+        observer: Observer,
+        version: int = 0,
+        replicate: bool = True,
+        filter_zero_variance: bool = False,
+        retries: int = 0,
+        total_groups: int | None = None,
+    ) -> None:
+        self.ledger = Ledger()
+        self._control = control
+        self._tasks = tasks
+        self._group_size = group_size
+        self._observer = observer
+        self._version = version
+        self._replicate = replicate
+        self._filter = filter_zero_variance
+        self._retries = retries
+        self._unconsumed = math.inf if total_groups is None else total_groups
+        self._next_group = 0
+        self._next_trajectory = 0
+        self._open: dict[int, _OpenGroup] = {}
+        self._ready: dict[int, Group] = {}
+        self._unclaimed: deque[Lease] = deque()
+        self._lessees: deque[asyncio.Future[Lease]] = deque()
+        self._batch_waiter: asyncio.Future[None] | None = None
+        self._closed = ""
+        self._filtered = self._retried = self._failed = 0
+
+    # --- admission
+
+    async def lease(self) -> Lease:
+        """The next episode to run; waits until one is admitted."""
+        future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        self._lessees.append(future)
+        self._admit()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():  # it was given in the same tick: to the next in line
+                lease = future.result()
+                if not lease.revoked:
+                    self._unclaimed.appendleft(lease)
+                    self._admit()
+            else:
+                future.cancel()
+            raise
+
+    def set_version(self, version: int) -> None:
+        """Every server now holds ``version``: groups admitted from here on start from it."""
+        if version < self._version:
+            raise StalenessViolation(f"version would go back from {self._version} to {version}")
+        self._version = version
+        self._admit()
+
+    def _admit(self) -> None:
+        """Hand episodes to waiting lessees, and admit groups for them while the staleness control allows."""
+        while self._lessees:
+            future = self._lessees[0]
+            if future.done():
+                self._lessees.popleft()
+                continue
+            if not self._unclaimed:
+                live = len(self._open) + len(self._ready)
+                if self._closed or live >= self._unconsumed or not self._control.admits(self._version):
+                    return
+                self._open_group()
+            lease = self._unclaimed.popleft()
+            if lease.revoked:
+                continue
+            self._lessees.popleft()
+            future.set_result(lease)
+
+    def _open_group(self) -> None:
+        group = _OpenGroup(self._next_group, self._tasks.next(), self._version, self._next_trajectory, self._group_size)
+        self._control.reserve(group.id, group.v_traj)
+        self._next_group += 1
+        self._next_trajectory += self._group_size
+        self._open[group.id] = group
+        for slot in group.slots:
+            self.ledger.reserve(slot.trajectory_id)
+        if self._replicate:
+            for index in range(self._group_size):
+                self._offer(group, [index])
+        else:
+            self._offer(group, range(self._group_size))
+
+    def _offer(self, group: _OpenGroup, indices: Sequence[int]) -> None:
+        slots = [group.slots[i] for i in indices]
+        lease = Lease(group.id, group.task, group.v_traj, [s.trajectory_id for s in slots], indices)
+        for slot in slots:
+            slot.lease = lease
+        self._unclaimed.append(lease)
+
+    # --- the life of an episode
+
+    def mark(self, lease: Lease, state: State) -> None:
+        """The episode is now ``running`` on a server or ``waiting`` for one or for its environment."""
+        if not lease.revoked:
+            for trajectory_id in lease.trajectory_ids:
+                if self.ledger.state(trajectory_id) not in (state, State.SCORED):
+                    self.ledger.move(trajectory_id, state)
+
+    def put(self, lease: Lease, trajectory: Trajectory) -> None:
+        """A scored trajectory. The last of its group makes the group ready, or filters it."""
+        group = self._open[lease.group_id]
+        slot = group.slots[trajectory.index]
+        if slot.trajectory_id != trajectory.id or slot.trajectory is not None:
+            raise StalenessViolation(f"trajectory {trajectory.id} was put twice or does not belong to {lease}")
+        self.ledger.move(trajectory.id, State.SCORED)
+        slot.trajectory = trajectory
+        group.missing -= 1
+        if not group.missing:
+            self._complete(group)
+
+    def _complete(self, open_group: _OpenGroup) -> None:
+        trajectories = tuple(s.trajectory for s in open_group.slots if s.trajectory is not None)
+        group = Group(id=open_group.id, task=open_group.task, v_traj=open_group.v_traj, trajectories=trajectories)
+        del self._open[group.id]
+        if self._filter and len(set(group.rewards)) == 1:
+            self._filtered += 1
+            self._control.release(group.id)
+            self._end(group.trajectories, State.FILTERED, "zero variance")
+            self._admit()
+        else:
+            for trajectory in trajectories:
+                self.ledger.move(trajectory.id, State.OCCUPIED)
+            self._ready[group.id] = group
+            self._control.occupy(group.id)
+        self._wake_batch()
+
+    def fail(self, lease: Lease, reason: str, *, retry: bool = True) -> None:
+        """The episode failed. It starts anew while its slots have retries left; after that its group is given up, and
+        another task takes its place."""
+        group = self._open[lease.group_id]
+        slots = [group.slots[i] for i in lease.indices if group.slots[i].trajectory is None]
+        self._failed += len(slots)
+        for slot in slots:
+            self.ledger.move(slot.trajectory_id, State.FAILED, reason)
+        if retry and all(s.attempt < self._retries for s in slots):
+            self._retried += len(slots)
+            for slot in slots:
+                slot.attempt += 1
+                slot.trajectory_id = self._next_trajectory
+                self._next_trajectory += 1
+                self.ledger.reserve(slot.trajectory_id)
+            self._offer(group, [i for i in lease.indices if group.slots[i].trajectory is None])
+        else:
+            for slot in slots:
+                slot.lease = None
+            self._give_up(group, State.ABORTED, "group failed")
+            self._control.release(group.id)
+        self._admit()
+        self._wake_batch()
+
+    def _give_up(self, group: _OpenGroup, state: State, reason: str) -> None:
+        """Every member that is not final ends as ``state``; running episodes are interrupted."""
+        del self._open[group.id]
+        for slot in group.slots:
+            if slot.trajectory is not None:
+                self._end([slot.trajectory], state, reason)
+            elif slot.lease is not None:
+                self.ledger.move(slot.trajectory_id, state, reason)
+        leases = {id(s.lease): s.lease for s in group.slots if s.lease is not None and s.trajectory is None}
+        for lease in leases.values():
+            lease.revoked = reason
+            if lease.on_revoke is not None:
+                lease.on_revoke()
+
+    def _end(self, trajectories: Sequence[Trajectory], state: State, reason: str = "") -> None:
+        for trajectory in trajectories:
+            self.ledger.move(trajectory.id, state, reason)
+            self._observer.trajectory(trajectory, str(state))
+
+    # --- batches
+
+    async def get_batch(self, step: int) -> Batch:
+        """The groups that train step ``step`` consumes; waits until they are certain. Asserts the staleness bound."""
+        while (taken := self._control.consume()) is None:
+            self._batch_waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._batch_waiter
+            finally:
+                self._batch_waiter = None
+        ids, surplus = taken
+        groups = tuple(self._ready.pop(i) for i in ids)
+        self._unconsumed -= len(groups)
+        for group in groups:
+            self._end(group.trajectories, State.CONSUMED)
+        for group_id in surplus:
+            if group_id in self._open:
+                self._give_up(self._open[group_id], State.SURPLUS, "batch complete")
+            else:
+                self._end(self._ready.pop(group_id).trajectories, State.SURPLUS, "batch complete")
+        self._admit()
+        return Batch(step=step, groups=groups)
+
+    def _wake_batch(self) -> None:
+        if self._batch_waiter is not None and not self._batch_waiter.done():
+            self._batch_waiter.set_result(None)
+
+    # --- the end
+
+    def close(self, reason: str) -> None:
+        """Nothing more is admitted; every live trajectory becomes ``aborted(reason)``."""
+        self._closed = reason
+        for group in list(self._open.values()):
+            self._give_up(group, State.ABORTED, reason)
+            self._control.release(group.id)
+        for ready in self._ready.values():
+            self._end(ready.trajectories, State.ABORTED, reason)
+            self._control.release(ready.id)
+        self._ready.clear()
+        self._unclaimed.clear()
+
+    def snapshot(self) -> BufferSnapshot:
+        return BufferSnapshot(
+            staleness=self._control.snapshot(),
+            version=self._version,
+            unclaimed=sum(1 for lease in self._unclaimed if not lease.revoked),
+            filtered=self._filtered,
+            retried=self._retried,
+            failed=self._failed,
+        )
+
+    def __repr__(self) -> str:
+        s = self.snapshot()
+        return f"<SampleBuffer v{s.version}: {s.staleness.reserved} groups reserved, {s.staleness.occupied} occupied>"
