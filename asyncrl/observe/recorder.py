@@ -26,7 +26,7 @@ from asyncrl.observe.busy import Mark, ServerTime, bubble_share, tokens_per_seco
 from asyncrl.observe.run_dir import EVALS, METRICS, TRACE, TRAJECTORIES, LineFile, RunDirError
 from asyncrl.observe.summary import StalenessSummary, Summary, package_versions, reward_edges
 from asyncrl.observe.trace import TraceEncoder
-from asyncrl.ports import StepMetrics
+from asyncrl.ports import Observer, StepMetrics
 
 QUEUE_LIMIT = 16_384
 """Events that may wait for a flush."""
@@ -44,7 +44,7 @@ class Evaluation(Record, frozen=True, kw_only=True):
     at: float
 
 
-class Recorder:
+class Recorder(Observer):
     """Observes one run. ``clock`` gives loop time in seconds; ``decode`` turns token ids into text, and is called on
     the thread that flushes. Raises ``RunDirError`` if the folder cannot be written or holds a run already."""
 
@@ -258,7 +258,7 @@ def step_line(metrics: StepMetrics, before: Mark, mark: Mark, start: float) -> d
         "reward/mean": mean,
         "reward/std": (sum((r - mean) ** 2 for r in rewards) / n) ** 0.5,
         "response/mean": sum(lengths) / n,
-        "response/p95": lengths[min(n - 1, int(0.95 * n))],
+        "response/p95": lengths[math.ceil(0.95 * n) - 1],
         "response/max": lengths[-1],
         "staleness/mean": sum(staleness) / n,
         "staleness/max": max(staleness),
