@@ -95,12 +95,7 @@ async def _serve(args: argparse.Namespace, spec: ModelSpec, bound: socket.socket
     # Imported here: torch takes a second, and a bad argument should not have to wait for it.
     from aiohttp import web
 
-    from asyncrl.serve.kv_cache import KVCache
-    from asyncrl.serve.loop import Engine
-    from asyncrl.serve.sampler import Sampler
-    from asyncrl.serve.scheduler import Scheduler
     from asyncrl.serve.server import Limits, Server
-    from asyncrl.serve.weights import UpdateGroups
 
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
@@ -112,20 +107,16 @@ async def _serve(args: argparse.Namespace, spec: ModelSpec, bound: socket.socket
         crashes.append(error)
         stopped.set()
 
-    model = _load(args, spec)
-    limits = Limits(
-        context_length=args.context_length,
-        max_running_requests=args.max_running_requests,
-        max_total_tokens=args.max_total_tokens,
-    )
-    server = Server(spec, limits, model_path=args.model, served_name=args.served_model_name or str(args.model))
-    server.groups = UpdateGroups(model.device)
-    server.engine = Engine(
-        model,
-        KVCache(spec, context_length=args.context_length, dtype=model.dtype, device=model.device),
-        Scheduler(max_running=args.max_running_requests, max_tokens=args.max_total_tokens),
-        Sampler(args.seed, model.device),
-        deliver=server.deliver,
+    server = Server(
+        _load(args, spec),
+        Limits(
+            context_length=args.context_length,
+            max_running_requests=args.max_running_requests,
+            max_total_tokens=args.max_total_tokens,
+        ),
+        model_path=args.model,
+        served_name=args.served_model_name or str(args.model),
+        seed=args.seed,
         on_crash=on_crash,
     )
     # A disconnected client cancels its handler, which aborts its request.
@@ -139,7 +130,7 @@ async def _serve(args: argparse.Namespace, spec: ModelSpec, bound: socket.socket
     # The engine and the handlers share the interpreter: a handler must not keep a step waiting for 5 ms.
     sys.setswitchinterval(0.0005)
     server.engine.start()
-    log.info("%s ready on http://%s:%d (%s)", args.model, args.host, bound.getsockname()[1], model.device)
+    log.info("%s ready on http://%s:%d", args.model, args.host, bound.getsockname()[1])
     await stopped.wait()
     for crash in crashes:
         log.critical("the engine broke: %s", crash, exc_info=crash)
@@ -156,8 +147,7 @@ def _load(args: argparse.Namespace, spec: ModelSpec) -> Model:
     """The model with its folder's weights, on the device that was asked for."""
     import torch
 
-    from asyncrl.serve.model import Model
-    from asyncrl.serve.weights import DTYPES, apply, read_folder
+    from asyncrl.serve.weights import DTYPES, load_model
 
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ServeError("--device cuda: this machine has no CUDA device that torch can use; try --device cpu")
@@ -165,9 +155,7 @@ def _load(args: argparse.Namespace, spec: ModelSpec) -> Model:
     # One thread unless told otherwise: the steps are small, and two threads on shared cores are far slower.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    model = Model(spec, context_length=args.context_length, dtype=DTYPES[args.dtype], device=device)
-    apply(model.parameters, read_folder(args.model, model.parameters))
-    return model
+    return load_model(args.model, spec, context_length=args.context_length, dtype=DTYPES[args.dtype], device=device)
 
 
 def _die_with_parent() -> None:

@@ -22,9 +22,12 @@ import msgspec
 from aiohttp import web
 
 from asyncrl.core.types import Record
+from asyncrl.serve.kv_cache import KVCache
 from asyncrl.serve.loop import Engine, Output
-from asyncrl.serve.scheduler import Sequence
-from asyncrl.serve.spec import ModelSpec, ServeError
+from asyncrl.serve.model import Model
+from asyncrl.serve.sampler import Sampler
+from asyncrl.serve.scheduler import Scheduler, Sequence
+from asyncrl.serve.spec import ServeError
 from asyncrl.serve.weights import UpdateGroups, read_folder
 from asyncrl.wire import (
     AbortReq,
@@ -87,11 +90,28 @@ class Limits(Record, frozen=True, kw_only=True):
 
 
 class Server:
-    """The handlers. ``engine`` is set once it runs (it needs the event loop that the server is made on)."""
+    """An engine and its handlers; made on the event loop that will run them. Serves once ``engine`` is started."""
 
-    def __init__(self, spec: ModelSpec, limits: Limits, *, model_path: Path, served_name: str) -> None:
-        self.engine: Engine
-        self.groups: UpdateGroups
+    def __init__(
+        self,
+        model: Model,
+        limits: Limits,
+        *,
+        model_path: Path,
+        served_name: str,
+        seed: int,
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        spec = model.spec
+        self.engine = Engine(
+            model,
+            KVCache(spec, context_length=limits.context_length, dtype=model.dtype, device=model.device),
+            Scheduler(max_running=limits.max_running_requests, max_tokens=limits.max_total_tokens),
+            Sampler(seed, model.device),
+            deliver=_deliver,
+            on_crash=on_crash,
+        )
+        self._groups = UpdateGroups(model.device)
         self._spec = spec
         self._limits = limits
         self._model_path = str(model_path)
@@ -100,11 +120,6 @@ class Server:
         self._counter = itertools.count()
         self._worker = ThreadPoolExecutor(1, "weights")
         self.working = 0  # calls that are on the worker thread or queued for it
-
-    def deliver(self, outputs: list[Output]) -> None:
-        """Take a hand-over from the engine."""
-        for output in outputs:
-            _sink(output).queue.put_nowait(output)
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[_errors])
@@ -344,12 +359,12 @@ class Server:
 
     async def _init_group(self, request: web.Request) -> str:
         body = await _decode(request, InitGroupReq)
-        await self._blocking(lambda: self.groups.join(body))
+        await self._blocking(lambda: self._groups.join(body))
         return "Succeeded to initialize custom process group."
 
     async def _destroy_group(self, request: web.Request) -> str:
         body = await _decode(request, _GroupName)
-        await self._blocking(lambda: self.groups.leave(body.group_name))
+        await self._blocking(lambda: self._groups.leave(body.group_name))
         return "Succeeded to destroy custom process group."
 
     async def _begin_update(self, request: web.Request) -> str:
@@ -361,7 +376,7 @@ class Server:
         body = await _decode(request, UpdateFromDistributedReq)
         engine = self.engine
         await engine.check_update(flush_cache=body.flush_cache, session=True)
-        tensors = await self._blocking(lambda: self.groups.receive(body, engine.model.parameters))
+        tensors = await self._blocking(lambda: self._groups.receive(body, engine.model.parameters))
         await engine.update(tensors, body.weight_version, flush_cache=body.flush_cache, session=True)
         return "Succeeded to update parameters online."
 
@@ -387,6 +402,12 @@ class Server:
         self.working -= 1
         if not future.cancelled():
             future.exception()  # its client may have gone: nobody else looks
+
+
+def _deliver(outputs: list[Output]) -> None:
+    """Sort a hand-over of the engine into the requests' queues."""
+    for output in outputs:
+        _sink(output).queue.put_nowait(output)
 
 
 async def _decode(request: web.Request, kind: type[T]) -> T:

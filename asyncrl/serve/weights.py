@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
-from asyncrl.serve.model import Parameter
-from asyncrl.serve.spec import ServeError
+from asyncrl.serve.model import Model, Parameter
+from asyncrl.serve.spec import ModelSpec, ServeError
 from asyncrl.wire import InitGroupReq, UpdateFromDistributedReq
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
@@ -50,6 +50,15 @@ def apply(parameters: Parameters, tensors: Tensors) -> None:
     """Copy checked tensors into the model, in place, converting the dtype where it differs."""
     for name, tensor in tensors.items():
         parameters[name].view.copy_(tensor)
+
+
+def load_model(
+    folder: Path, spec: ModelSpec, *, context_length: int, dtype: torch.dtype, device: torch.device
+) -> Model:
+    """A model with a folder's weights. Raises ``ServeError``."""
+    model = Model(spec, context_length=context_length, dtype=dtype, device=device)
+    apply(model.parameters, read_folder(folder, model.parameters))
+    return model
 
 
 def read_folder(folder: Path, parameters: Parameters) -> dict[str, torch.Tensor]:
