@@ -7,10 +7,17 @@ are properties, never knobs. Paths in a recipe are relative to the recipe's own 
 
 from __future__ import annotations
 
+import difflib
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from asyncrl.core.policy.presets import PRESETS
 from asyncrl.core.types import Record
 
 
@@ -110,7 +117,11 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     """Servers that already run (``http://host:port``); they are used and never stopped."""
     python: str = ""
     """Interpreter that has ``sglang`` installed, for ``kind = "sglang"``. Empty: the one that runs asyncrl."""
-    device: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    gpus: list[str] = []
+    """``CUDA_VISIBLE_DEVICES`` of each server started here, in turn. Empty: all see all GPUs."""
+    script: str = ""
+    """Python file that starts an SGLang server, in place of ``-m sglang.launch_server``."""
     args: list[str] = []
     """Further command-line arguments for servers started here."""
     threads: int = 1
@@ -139,7 +150,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     ranks: int = 1
     threads: int = 1
     """CPU threads of each rank."""
-    device: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    gpus: str = ""
+    """``CUDA_VISIBLE_DEVICES`` of the job. Empty: all GPUs."""
     learning_rate: float = 1e-6
     warmup_steps: int = 0
     weight_decay: float = 0.0
@@ -213,3 +226,217 @@ def dumps(recipe: Recipe) -> bytes:
 
 def loads_json(data: bytes) -> Recipe:
     return msgspec.json.decode(data, type=Recipe)
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def load(path: str | Path, *, files: Sequence[str | Path] = (), overrides: Sequence[str] = ()) -> Recipe:
+    """Defaults ⊕ preset ⊕ recipe ⊕ ``files`` ⊕ ``overrides`` (``a.b=value``, value as TOML, else text).
+
+    ``path`` is a recipe file or a folder with ``recipe.toml``. Relative paths in the result are resolved against that
+    folder. Raises ``RecipeError``.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / "recipe.toml"
+    layers = [_read_toml(file), *(_read_toml(Path(f)) for f in files), *(_parse_override(o) for o in overrides)]
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        merged = _merge(merged, layer)
+    preset = merged.get("preset", Recipe().preset)
+    if preset not in PRESETS:
+        raise RecipeError(f"preset: unknown {preset!r}; known are {', '.join(PRESETS)}")
+    merged = _merge(_merge({"name": file.resolve().parent.name}, PRESETS[preset]), merged)
+    try:
+        recipe = msgspec.convert(merged, Recipe)
+    except msgspec.ValidationError as error:
+        raise RecipeError(_explain(error)) from None
+    recipe = _resolve_paths(recipe, file.resolve().parent)
+    check(recipe)
+    return recipe
+
+
+def check(recipe: Recipe) -> None:
+    """Refuse combinations that cannot work. Raises ``RecipeError`` for the first one."""
+    r, t, e = recipe.rollout, recipe.trainer, recipe.engine
+    at_least_one = {
+        "rollout.batch_groups": r.batch_groups,
+        "rollout.group_size": r.group_size,
+        "rollout.num_envs": r.num_envs,
+        "rollout.max_new_tokens": r.max_new_tokens,
+        "rollout.max_tokens": r.max_tokens,
+        "env.max_turns": recipe.env.max_turns,
+        "env.failure_window": recipe.env.failure_window,
+        "engine.max_running_requests": e.max_running_requests,
+        "engine.max_total_tokens": e.max_total_tokens,
+        "engine.threads": e.threads,
+        "trainer.ranks": t.ranks,
+        "trainer.threads": t.threads,
+        "trainer.micro_batch_tokens": t.micro_batch_tokens,
+        "run.steps": recipe.run.steps,
+        "weights.bucket_mb": recipe.weights.bucket_mb,
+    }
+    for key, value in at_least_one.items():
+        _require(value >= 1, key, value, "must be at least 1")
+    not_negative = {
+        "staleness.bound": recipe.staleness.bound,
+        "rollout.temperature": r.temperature,
+        "run.eval_temperature": recipe.run.eval_temperature,
+        "run.eval_tasks": recipe.run.eval_tasks,
+        "run.checkpoint_every": recipe.run.checkpoint_every,
+        "rollout.max_additional_running_prompts": r.max_additional_running_prompts,
+        "env.retries": recipe.env.retries,
+        "engine.retries": e.retries,
+        "engine.stream_interval": e.stream_interval,
+        "trainer.warmup_steps": t.warmup_steps,
+        "trainer.weight_decay": t.weight_decay,
+    }
+    for key, number in not_negative.items():
+        _require(math.isfinite(number) and number >= 0, key, number, "must be 0 or more")
+    positive = {
+        "env.reset_timeout_s": recipe.env.reset_timeout_s,
+        "env.step_timeout_s": recipe.env.step_timeout_s,
+        "env.reward_timeout_s": recipe.env.reward_timeout_s,
+        "env.episode_timeout_s": recipe.env.episode_timeout_s,
+        "engine.connect_timeout_s": e.connect_timeout_s,
+        "engine.request_timeout_s": e.request_timeout_s,
+        "engine.idle_timeout_s": e.idle_timeout_s,
+        "engine.control_timeout_s": e.control_timeout_s,
+        "engine.probe_s": e.probe_s,
+        "engine.patience_s": e.patience_s,
+        "trainer.connect_timeout_s": t.connect_timeout_s,
+        "trainer.step_timeout_s": t.step_timeout_s,
+        "trainer.learning_rate": t.learning_rate,
+        "trainer.grad_clip": t.grad_clip,
+        "algorithm.importance_cap": recipe.algorithm.importance_cap,
+    }
+    for key, number in positive.items():
+        _require(math.isfinite(number) and number > 0, key, number, "must be more than 0")
+    _require(0 < r.top_p <= 1, "rollout.top_p", r.top_p, "must be in (0, 1]")
+    _require(0 <= recipe.env.max_failure_rate <= 1, "env.max_failure_rate", recipe.env.max_failure_rate, "is a share")
+    _require(0 < recipe.algorithm.clip_low <= 1, "algorithm.clip_low", recipe.algorithm.clip_low, "must be in (0, 1]")
+    _require(recipe.algorithm.clip_high > 0, "algorithm.clip_high", recipe.algorithm.clip_high, "must be more than 0")
+    _require(bool(e.urls) or e.count >= 1, "engine.count", e.count, "must be at least 1, or give engine.urls")
+    _require(
+        t.ranks <= recipe.batch_trajectories,
+        "trainer.ranks",
+        t.ranks,
+        f"is more than the {recipe.batch_trajectories} sequences of a batch; lower it or raise rollout.batch_groups",
+    )
+    _require(
+        r.group_size >= 2,
+        "rollout.group_size",
+        r.group_size,
+        f"must be at least 2: {recipe.algorithm.advantage} compares the trajectories of a group",
+    )
+    _require(
+        r.max_new_tokens < r.max_tokens,
+        "rollout.max_new_tokens",
+        r.max_new_tokens,
+        f"leaves no room for a prompt within rollout.max_tokens = {r.max_tokens}",
+    )
+    _require(
+        r.max_tokens <= e.max_total_tokens,
+        "rollout.max_tokens",
+        r.max_tokens,
+        f"does not fit into a server's KV cache of engine.max_total_tokens = {e.max_total_tokens}",
+    )
+    _require(
+        r.expand_num_return_sequences or recipe.env.max_turns == 1,
+        "rollout.expand_num_return_sequences",
+        "false",
+        f"needs a single turn, but env.max_turns = {recipe.env.max_turns}; set it to true",
+    )
+    _require(
+        r.expand_num_return_sequences or r.group_size <= e.max_running_requests,
+        "engine.max_running_requests",
+        e.max_running_requests,
+        f"must hold a whole group of {r.group_size} when expand_num_return_sequences is false",
+    )
+    nested = max(recipe.env.reset_timeout_s, recipe.env.step_timeout_s, recipe.env.reward_timeout_s)
+    _require(
+        nested <= recipe.env.episode_timeout_s,
+        "env.episode_timeout_s",
+        recipe.env.episode_timeout_s,
+        f"is shorter than one reset, step or reward may take ({nested:g} s)",
+    )
+
+
+def _require(condition: bool, key: str, value: Any, remedy: str) -> None:
+    if not condition:
+        raise RecipeError(f"{key} = {value}: {remedy}")
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(f"{file}: {error.strerror}; give a recipe.toml or its folder") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{file}: not valid TOML: {error}") from None
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    key, equals, value = text.partition("=")
+    names = key.strip().split(".")
+    if not equals or not all(names):
+        raise RecipeError(f"--set {text!r}: write key=value, for instance --set trainer.learning_rate=1e-5")
+    try:
+        parsed: Any = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()
+    for name in reversed(names):
+        parsed = {name: parsed}
+    table: dict[str, Any] = parsed
+    return table
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _explain(error: msgspec.ValidationError) -> str:
+    """msgspec's message with the key in front, and the nearest known name for an unknown one."""
+    what, _, where = str(error).partition(" - at ")
+    path = where.strip("`").removeprefix("$").removeprefix(".")
+    if unknown := re.search(r"unknown field `(.+)`", what):
+        name = unknown.group(1)
+        known = _fields_at(path)
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
+        return f"{path + '.' if path else ''}{name}: unknown key; {hint}"
+    return f"{path}: {what[:1].lower()}{what[1:]}"
+
+
+def _fields_at(path: str) -> list[str]:
+    section: Any = Recipe
+    for name in filter(None, path.split(".")):
+        section = next(f.type for f in msgspec.structs.fields(section) if f.name == name)
+    return [f.name for f in msgspec.structs.fields(section)]
+
+
+def _resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
+    """Make every path of the recipe absolute."""
+
+    def absolute(path: str) -> str:
+        return str((folder / path).resolve()) if path else path
+
+    target = recipe.env.target
+    module, colon, name = target.partition(":")
+    if module.endswith(".py"):
+        target = f"{absolute(module)}{colon}{name}"
+    replace = msgspec.structs.replace
+    return replace(
+        recipe,
+        model=replace(recipe.model, path=absolute(recipe.model.path)),
+        setup=replace(recipe.setup, script=absolute(recipe.setup.script), out=absolute(recipe.setup.out)),
+        task=replace(recipe.task, train=absolute(recipe.task.train), heldout=absolute(recipe.task.heldout)),
+        env=replace(recipe.env, target=target),
+        engine=replace(recipe.engine, script=absolute(recipe.engine.script)),
+        weights=replace(recipe.weights, folder=absolute(recipe.weights.folder)),
+    )

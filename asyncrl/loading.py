@@ -1,0 +1,164 @@
+"""What a recipe names is loaded here, and refused with one line before anything starts: dataset rows, the user's
+environment, the model folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.config import EnvConfig, RecipeError
+from asyncrl.core.types import Task
+from asyncrl.env import Env
+from asyncrl.envs.single_turn import SingleTurn
+from asyncrl.runtime.reward import RewardFunction
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
+    """How to make an ``Env``, the reward function if the recipe names one, and the keys that its rows must have."""
+
+    make: Callable[[], Env]
+    reward: RewardFunction | None
+    required: tuple[str, ...] = ()
+
+
+def load_environment(config: EnvConfig) -> Environment:
+    """The class or function that ``env.target`` names. Raises ``RecipeError``."""
+    module_name, colon, name = config.target.partition(":")
+    if not colon or not module_name or not name:
+        raise RecipeError(f"env.target = {config.target!r}: write package.module:Class or file.py:Class")
+    module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import(module_name)
+    target = getattr(module, name, None)
+    if target is None:
+        raise RecipeError(f"env.target: {module_name} has no {name!r}")
+    if inspect.isclass(target) and issubclass(target, Env):
+        for method in ("reset", "step"):
+            if not inspect.iscoroutinefunction(getattr(target, method)):
+                raise RecipeError(f"env.target: {name}.{method} must be `async def`")
+        try:
+            inspect.signature(target).bind(**config.kwargs)
+        except TypeError as error:
+            raise RecipeError(f"env.kwargs: {name} cannot be made with them: {error}") from None
+        return Environment(make=lambda: target(**config.kwargs), reward=None)
+    if inspect.isclass(target) or not callable(target):
+        raise RecipeError(f"env.target: {name} is neither an asyncrl.Env class nor a reward function (task, response)")
+    try:
+        inspect.signature(target).bind(None, None, **config.kwargs)
+    except TypeError as error:
+        raise RecipeError(f"env.target: {name} is not a reward function (task, response): {error}") from None
+    return Environment(make=SingleTurn, reward=_with_kwargs(target, config.kwargs), required=("prompt",))
+
+
+def _with_kwargs(function: RewardFunction, kwargs: Mapping[str, Any]) -> RewardFunction:
+    if not kwargs:
+        return function
+    if inspect.iscoroutinefunction(function):
+
+        async def reward(task: Any, action: Any) -> Any:
+            return await function(task, action, **kwargs)
+
+        return reward
+    return lambda task, action: function(task, action, **kwargs)
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise RecipeError(f"env.target: cannot import {name}: {_where(error)}") from None
+
+
+def _import_file(file: Path) -> Any:
+    if not file.is_file():
+        raise RecipeError(f"env.target: no file {file}")
+    spec = importlib.util.spec_from_file_location(f"asyncrl_recipe_{file.parent.name}_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise RecipeError(f"env.target: {file} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise RecipeError(f"env.target: cannot import {file}: {_where(error)}") from None
+    return module
+
+
+def _where(error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    at = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{at}"
+
+
+def load_tasks(path: str, key: str, required: Sequence[str] = ()) -> list[Task]:
+    """Rows of a JSONL or Parquet file as tasks; ids are ``FILE/ROW``. ``key`` is the recipe's, for messages."""
+    file = Path(path)
+    if not path:
+        raise RecipeError(f"{key}: not set; name a .jsonl or .parquet file")
+    if not file.is_file():
+        raise RecipeError(f"{key}: no file {file}")
+    rows = _parquet_rows(file, key) if file.suffix == ".parquet" else _jsonl_rows(file, key)
+    tasks: list[Task] = []
+    for number, row in rows:
+        missing = [name for name in required if name not in row]
+        if missing:
+            raise RecipeError(f"{key}: {file}:{number}: the row has no {missing[0]!r} (it has {', '.join(row)})")
+        tasks.append(Task(id=f"{file.stem}/{number}", data=row))
+    if not tasks:
+        raise RecipeError(f"{key}: {file} has no rows")
+    return tasks
+
+
+def _jsonl_rows(file: Path, key: str) -> list[tuple[int, dict[str, Any]]]:
+    rows: list[tuple[int, dict[str, Any]]] = []
+    decode = msgspec.json.Decoder(dict[str, Any]).decode
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    rows.append((number, decode(line)))
+                except msgspec.DecodeError as error:
+                    raise RecipeError(f"{key}: {file}:{number}: not a JSON object: {error}") from None
+    return rows
+
+
+def _parquet_rows(file: Path, key: str) -> list[tuple[int, dict[str, Any]]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise RecipeError(f"{key}: {file} needs pyarrow; pip install 'asyncrl[parquet]'") from None
+    try:
+        table = parquet.read_table(file)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise RecipeError(f"{key}: {file}: not a Parquet file: {str(error).splitlines()[0]}") from None
+    return list(enumerate(table.to_pylist(), 1))
+
+
+def check_model(path: str) -> str:
+    """The ``model_type`` of a model folder. Raises ``RecipeError`` if it is none."""
+    folder = Path(path)
+    if not path:
+        raise RecipeError("model.path: not set; name a folder in Hugging Face format")
+    if not folder.is_dir():
+        raise RecipeError(f"model.path: no folder {folder}; make it with save_pretrained, or set setup.script")
+    config = folder / "config.json"
+    try:
+        model_type = json.loads(config.read_text()).get("model_type")
+    except OSError:
+        raise RecipeError(f"model.path: no config.json in {folder}; give a folder in Hugging Face format") from None
+    except (ValueError, AttributeError):
+        raise RecipeError(f"model.path: {config} is not a JSON object") from None
+    if not isinstance(model_type, str):
+        raise RecipeError(f"model.path: {config} names no model_type")
+    if not any(folder.glob("*.safetensors")):
+        raise RecipeError(f"model.path: no .safetensors file in {folder}")
+    return model_type

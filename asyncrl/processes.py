@@ -1,0 +1,110 @@
+"""Child processes: started with a log file each, watched, and never left behind.
+
+A child runs in a session of its own, so Ctrl-C in the terminal reaches only the controller, which ends its children in
+order. If the controller is killed, the kernel kills them (PR_SET_PDEATHSIG, Linux).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+class ChildError(Exception):
+    """A child process could not be started or ended by itself; one line naming it and its log."""
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent's thread ends. No effect elsewhere than on Linux."""
+    if _libc is not None:
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Child:
+    """One running child. Make it with ``start``."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
+        self.name = name
+        self.log = log
+        self._process = process
+
+    @classmethod
+    async def start(cls, name: str, argv: Sequence[str], *, log: Path, env: Mapping[str, str]) -> Child:
+        """Start ``argv`` with ``env`` on top of this process's environment; output goes to ``log``, appended."""
+        try:
+            with log.open("ab") as output:
+                process = await asyncio.create_subprocess_exec(
+                    *argv,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env={**os.environ, **env},
+                    start_new_session=True,
+                    preexec_fn=die_with_parent,
+                )
+        except OSError as error:
+            raise ChildError(f"{name}: cannot start {argv[0]} ({error.strerror})") from None
+        return cls(name, process, log)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.returncode
+
+    async def wait(self) -> int:
+        """Until it ends; its exit code (negative: the signal that killed it)."""
+        return await self._process.wait()
+
+    def death(self) -> str:
+        """One line on how it ended: exit code, the last line it wrote, and where the log is."""
+        code = self.exit_code
+        how = "is running" if code is None else f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
+        return f"{self.name} {how}: {last_line(self.log)} (log: {self.log})"
+
+    async def stop(self, grace_s: float = 10.0) -> None:
+        """SIGTERM to its process group, SIGKILL after ``grace_s``; returns when it is gone."""
+        if self.exit_code is not None:
+            return
+        self._signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.wait()
+        except TimeoutError:
+            self._signal(signal.SIGKILL)
+            await self.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that says something; of a Python traceback, its error."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 16_384))
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        return "no log"
+    return lines[-1][:300] if lines else "it wrote nothing"
+
+
+def free_port() -> int:
+    """A TCP port that is free on loopback now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,96 @@
+"""Inference servers that a run starts on this machine: the embedded engine or SGLang, one process each.
+
+Owns the child processes. A server that ends by itself is started again, a few times; the proxy sends its requests
+elsewhere meanwhile and brings its weights up to date when it answers again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from asyncrl.config import Recipe
+from asyncrl.processes import Child, free_port
+
+MAX_RESTARTS = 3
+"""Restarts of one server in a run: one that dies again and again has a cause that a restart does not mend."""
+RESTART_PAUSE_S = 1.0
+
+
+class LocalServers:
+    """``engine.count`` servers of ``model`` on loopback. ``note`` prints a line for the user."""
+
+    def __init__(self, recipe: Recipe, *, logs: Path, note: Callable[[str], None]) -> None:
+        self._recipe = recipe
+        self._logs = logs
+        self._note = note
+        self._ports = [free_port() for _ in range(recipe.engine.count)]
+        self._children: list[Child] = []
+
+    @property
+    def urls(self) -> list[str]:
+        return [f"http://127.0.0.1:{port}" for port in self._ports]
+
+    async def start(self) -> None:
+        """Start all processes; does not wait until they are ready."""
+        for index in range(len(self._ports)):
+            self._children.append(await self._start(index))
+
+    async def watch(self) -> None:
+        """Until cancelled; starts ended servers anew."""
+        async with asyncio.TaskGroup() as group:
+            for index in range(len(self._children)):
+                group.create_task(self._keep(index))
+
+    async def stop(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for child in self._children:
+                group.create_task(child.stop())
+
+    async def _keep(self, index: int) -> None:
+        """Keep one server running. Out of restarts it stays dead: the run ends when no server is left."""
+        for _ in range(MAX_RESTARTS):
+            await self._children[index].wait()
+            self._note(f"{self._children[index].death()}; starting it again")
+            await asyncio.sleep(RESTART_PAUSE_S)
+            self._children[index] = await self._start(index)
+        await self._children[index].wait()
+        self._note(f"{self._children[index].death()}; it died {MAX_RESTARTS + 1} times and is given up")
+
+    async def _start(self, index: int) -> Child:
+        engine = self._recipe.engine
+        env = {"OMP_NUM_THREADS": str(engine.threads), "MKL_NUM_THREADS": str(engine.threads)}
+        if engine.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = engine.gpus[index % len(engine.gpus)]
+        command = self._embedded(index) if engine.kind == "embedded" else self._sglang(index)
+        if engine.kind == "sglang":
+            # Otherwise /health generates a token each time, and fails while generation is paused.
+            env |= {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "HF_HUB_OFFLINE": "1"}
+        return await Child.start(f"server {index}", command, log=self._logs / f"server-{index}.log", env=env)
+
+    def _embedded(self, index: int) -> list[str]:
+        engine, recipe = self._recipe.engine, self._recipe
+        return [
+            *(sys.executable, "-m", "asyncrl.serve", recipe.model.path),
+            *("--port", str(self._ports[index]), "--device", engine.device, "--dtype", recipe.model.dtype),
+            *("--max-running-requests", str(engine.max_running_requests)),
+            *("--max-total-tokens", str(engine.max_total_tokens)),
+            *("--seed", str(recipe.seed * 1000 + index), "--log-level", "warning"),
+            *engine.args,
+        ]
+
+    def _sglang(self, index: int) -> list[str]:
+        engine, recipe = self._recipe.engine, self._recipe
+        return [
+            engine.python or sys.executable,
+            *((engine.script,) if engine.script else ("-m", "sglang.launch_server")),
+            *("--model-path", recipe.model.path, "--host", "127.0.0.1", "--port", str(self._ports[index])),
+            *("--dtype", recipe.model.dtype, "--random-seed", str(recipe.seed * 1000 + index)),
+            *("--max-running-requests", str(engine.max_running_requests)),
+            *("--max-total-tokens", str(engine.max_total_tokens)),
+            *(() if engine.device == "auto" else ("--device", engine.device)),
+            *("--incremental-streaming-output", "--enable-metrics"),
+            *engine.args,
+        ]
