@@ -49,7 +49,11 @@ class Progress:
             from rich.console import Console
             from rich.live import Live
 
-            self._live = Live(console=Console(file=out), auto_refresh=False, vertical_overflow="crop")
+            class GentleConsole(Console):
+                def on_broken_pipe(self) -> None:
+                    raise BrokenPipeError("the terminal is gone")  # where rich would exit the process
+
+            self._live = Live(console=GentleConsole(file=out), auto_refresh=False, vertical_overflow="crop")
             self._attempt(self._live.start)
 
     def render(self) -> None:
