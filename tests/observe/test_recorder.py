@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import threading
+from array import array
 from itertools import pairwise
 from pathlib import Path
 
@@ -196,6 +197,15 @@ def test_a_trajectory_line_gives_the_columns_back():
     }
 
 
+def test_logprobs_are_rounded_to_four_digits():
+    t = make_trajectory(length=400)
+    rng = random.Random(1)
+    t.logprobs[2:] = array("f", [-rng.expovariate(1) for _ in range(398)] + [0.0, -12.3])
+    written = json.loads(json.dumps(trajectory_line(t, "consumed", 0.0, None)))["logprobs"]
+    assert written == pytest.approx(t.logprobs[2:].tolist(), abs=0.5001e-4)
+    assert written == [round(p, 4) for p in written]
+
+
 def test_text_has_a_piece_for_each_stretch_whoever_sampled_it():
     t = make_trajectory(versions=[3, 4, OBSERVED_VERSION, OBSERVED_VERSION, 4])
     line = trajectory_line(t, "consumed", 0.0, lambda ids: " ".join(map(str, ids)))
@@ -276,6 +286,17 @@ def test_a_full_disk_is_told_by_flush_never_by_an_event(tmp_path: Path, clock: C
         recorder.close()
     assert len(recorder.rewards) == 3
     assert [row["id"] for row in read_lines(tmp_path / TRAJECTORIES)][:1] == [0]
+
+
+def test_after_close_servers_are_idle_and_not_down(tmp_path: Path, clock: Clock):
+    recorder = Recorder(tmp_path, make_recipe(), clock)
+    recorder.server("server 0", clock.now, 2, 7)
+    clock.now += 1.5
+    recorder.close()
+    (server,) = recorder.servers.values()
+    assert (server.up, server.running) == (True, 0)
+    (segment,) = (e for e in read_trace(tmp_path / TRACE) if e.cat == BUSY)
+    assert (segment.name, segment.dur) == ("v7", 1_500_000)
 
 
 def test_a_folder_that_holds_a_run_is_refused_untouched(tmp_path: Path, clock: Clock):
