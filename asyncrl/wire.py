@@ -211,7 +211,8 @@ class TrainReq(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class TrainReply(msgspec.Struct, kw_only=True, frozen=True):
-    """Metrics of one step (``loss``, ``grad_norm``, ``lr``, ``tokens``, ``ratio_mean`` …), and the version reached."""
+    """Metrics of one step (``loss``, ``grad_norm``, ``lr``, ``tokens``, ``ratio_mean`` …), and the version reached.
+    Also the answer to /publish, /join_group, /save and /shutdown. With ``error`` set, nothing has changed."""
 
     version: int
     metrics: dict[str, float]
@@ -219,8 +220,9 @@ class TrainReply(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class PublishReq(msgspec.Struct, kw_only=True, frozen=True):
-    """POST /publish: hand the current weights, as ``version``, to the transport (``disk``: write ``path``;
-    ``collective``: broadcast over the group, while the servers receive)."""
+    """POST /publish: one part of moving weights. ``disk``: write the current weights, ``version``, to the folder
+    ``path``. ``stage``: gather them into rank 0's memory. ``collective``: broadcast what was staged as ``version`` over
+    the update group, while the servers receive; needs nothing of the ranks, so a train step may run meanwhile."""
 
     version: int
     transport: str

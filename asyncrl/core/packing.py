@@ -34,7 +34,9 @@ def plan(
     Raises ``ValueError`` for no ranks, an empty budget or a sequence without tokens.
     """
     if ranks < 1 or micro_batch_tokens < 1:
-        raise ValueError(f"cannot pack for {ranks} ranks with {micro_batch_tokens} tokens a micro-batch: both must be ≥ 1")
+        raise ValueError(
+            f"cannot pack for {ranks} ranks with {micro_batch_tokens} tokens a micro-batch: both must be ≥ 1"
+        )
     if any(n < 1 for n in lengths):
         raise ValueError("cannot pack a sequence without tokens")
     costs = [cost(n, attention_cost) for n in lengths]

@@ -11,6 +11,7 @@ import os
 import shutil
 import zlib
 from pathlib import Path
+from types import TracebackType
 
 import msgspec
 from safetensors.torch import save_file
@@ -23,38 +24,57 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".g
 
 
 class FolderWriter:
-    """Writes one folder bucket by bucket. ``finish`` makes it appear; ``discard`` removes what was written."""
+    """Writes one folder bucket by bucket, as a context: left normally the folder appears as ``target``, replacing what
+    was there; left by an exception nothing remains of it. ``weights`` says what will come and goes along."""
 
     def __init__(self, target: Path, source: Path, weights: Manifest, bucket_bytes: int) -> None:
         self._target = target
+        self._source = source
         self._weights = weights
         self._count = max(1, len(weights.buckets(bucket_bytes)))
+        self._folder = target.parent / f".{target.name}.{os.getpid()}.part"
         self._files: dict[str, str] = {}
         self._checksums: dict[str, int] = {}
-        target.parent.mkdir(parents=True, exist_ok=True)
-        self._folder = target.parent / f".{target.name}.{os.getpid()}.part"
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir()
-        _copy_companions(source, self._folder, weights.tensors[0].dtype)
+
+    def __enter__(self) -> FolderWriter:
+        self._target.parent.mkdir(parents=True, exist_ok=True)
+        self._discard()
+        try:
+            self._folder.mkdir()
+            _copy_companions(self._source, self._folder, self._weights.tensors[0].dtype)
+        except OSError:
+            self._discard()
+            raise
+        return self
 
     def write(self, bucket: dict[str, Tensor]) -> None:
+        """One file. Raises ``OSError`` or ``SafetensorError``, on a full disk for instance."""
         number = len(self._checksums) + 1
         name = "model.safetensors" if self._count == 1 else f"model-{number:05}-of-{self._count:05}.safetensors"
         save_file({key: tensor.cpu() for key, tensor in bucket.items()}, self._folder / name, metadata={"format": "pt"})
         self._files.update(dict.fromkeys(bucket, name))
         self._checksums[name] = _crc32(self._folder / name)
 
-    def finish(self) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            if error is None:
+                self._finish()
+        finally:
+            self._discard()
+
+    def _finish(self) -> None:
         if self._count > 1:
             index = {"metadata": {"total_size": self._weights.nbytes}, "weight_map": self._files}
             (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
         listed = msgspec.structs.replace(self._weights, checksums=self._checksums)
         (self._folder / manifests.FILE_NAME).write_bytes(manifests.dumps(listed))
+        old = self._folder.with_suffix(".old")
         if self._target.exists():
-            shutil.rmtree(self._target)
+            self._target.rename(old)
         self._folder.rename(self._target)
+        shutil.rmtree(old, ignore_errors=True)
 
-    def discard(self) -> None:
+    def _discard(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

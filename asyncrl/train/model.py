@@ -160,7 +160,9 @@ def manifest(policy: Policy, version: int, dtype: torch.dtype) -> Manifest:
 
 
 @torch.no_grad()
-def gather(policy: Policy, weights: Manifest, dtype: torch.dtype, limit: int, keep: bool) -> Iterator[dict[str, Tensor]]:
+def gather(
+    policy: Policy, weights: Manifest, dtype: torch.dtype, limit: int, keep: bool
+) -> Iterator[dict[str, Tensor]]:
     """The whole tensors in ``weights``' order, in buckets of at most ``limit`` bytes, cast to ``dtype``.
 
     A collective: every rank must run it to the end. Ranks that do not ``keep`` yield empty buckets and hold one tensor

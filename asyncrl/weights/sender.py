@@ -7,12 +7,13 @@ trainer's process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
 
 TIMEOUT = timedelta(seconds=120)
 """For joining and for each broadcast: how long a dead server can hold the trainer."""
@@ -26,16 +27,23 @@ class UpdateGroup:
     """
 
     def __init__(self, address: str, port: int, world_size: int, name: str, backend: str) -> None:
-        store, rank, size = next(dist.rendezvous(f"tcp://{address}:{port}", 0, world_size, timeout=TIMEOUT))
+        store, rank, size = next(rendezvous(f"tcp://{address}:{port}", 0, world_size, timeout=TIMEOUT))
         store.set_timeout(TIMEOUT)
         self.group, _ = c10d._new_process_group_helper(
-            size, rank, [], dist.Backend(backend), dist.PrefixStore(name, store), group_name=name, timeout=TIMEOUT
+            size,
+            rank,
+            [],
+            dist.Backend(backend),
+            c10d.PrefixStore(name, store),
+            group_name=c10d.GroupName(name),
+            timeout=TIMEOUT,
         )
+        self.on_gpu = backend == "nccl"
         c10d._world.pg_group_ranks[self.group] = {member: member for member in range(size)}
 
-    def broadcast(self, tensors: Mapping[str, Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Send whole tensors in order; blocks until every server has taken them. Raises ``RuntimeError``."""
-        works = [dist.broadcast(tensor, src=0, group=self.group, async_op=True) for tensor in tensors.values()]
+        works = [dist.broadcast(tensor, src=0, group=self.group, async_op=True) for tensor in tensors]
         for work in works:
             if work is not None:
                 work.wait()

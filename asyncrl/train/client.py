@@ -1,0 +1,160 @@
+"""The Trainer port over HTTP: starts the torchrun job (or finds one), and turns its every failure into one line.
+
+Every wait ends with the answer, its deadline, or the end of the job, whichever is first: a request and the process are
+waited for together. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+
+from asyncrl.config import Recipe
+from asyncrl.core.types import Batch, Trajectory
+from asyncrl.ports import StepResult, TrainerError
+from asyncrl.train.job import TorchrunJob, free_port
+from asyncrl.wire import JoinGroupReq, PublishReq, SaveReq, TrainerInfo, TrainReply, TrainReq, TrainSequence
+
+T = TypeVar("T")
+
+RETRY_S = 0.1
+"""Pause between attempts to reach a job that does not listen yet (in its first second or two)."""
+
+SHUTDOWN_S = 10.0
+"""How long a job may take to end by itself when it is asked to."""
+
+EXIT_GRACE_S = 10.0
+"""How long a job whose connection broke may take to end, so that its exit tells why."""
+
+
+class HttpTrainer:
+    """``ports.Trainer`` over a torchrun job on this machine, or over the one at ``url``, which is never stopped.
+
+    ``run_dir`` receives the recipe as the ranks read it, ``log`` everything that they print.
+    """
+
+    def __init__(self, recipe: Recipe, model: str, *, run_dir: Path, log: Path, url: str = "") -> None:
+        self._recipe = recipe
+        self._model = model
+        self._run_dir = run_dir
+        self._log = log
+        self._given_url = url.rstrip("/")
+        self._url = self._given_url
+        self._job: TorchrunJob | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._info: TrainerInfo | None = None
+
+    @property
+    def info(self) -> TrainerInfo:
+        """What the job said of itself when it was connected."""
+        if self._info is None:
+            raise TrainerError("trainer: not connected; call connect() first")
+        return self._info
+
+    @property
+    def alive(self) -> bool:
+        """False once the job that was started here has ended."""
+        return self._job is None or self._job.running
+
+    async def connect(self) -> int:
+        if self._session is None:
+            # A command may take as long as a step; each call sets its own deadline.
+            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+        if not self._given_url and (self._job is None or not self._job.running):
+            port = free_port()
+            self._url = f"http://127.0.0.1:{port}"
+            self._job = await TorchrunJob.start(self._recipe, self._model, port, self._run_dir, self._log)
+        timeout_s = self._recipe.trainer.connect_timeout_s
+        self._info = await self._bounded(self._first_answer(), timeout_s, "not ready", "trainer.connect_timeout_s")
+        return self._info.version
+
+    async def train_step(self, batch: Batch, advantages: Sequence[float]) -> StepResult:
+        rows = zip(batch.trajectories, advantages, strict=True)
+        request = TrainReq(step=batch.step, sequences=[_sequence(t, a) for t, a in rows])
+        reply = await self._command("train_step", request)
+        return StepResult(version=reply.version, metrics=reply.metrics)
+
+    async def publish(self, version: int, transport: str, path: str = "") -> None:
+        """One part of moving weights, see ``wire.PublishReq``. Raises ``TrainerError``."""
+        await self._command("publish", PublishReq(version=version, transport=transport, path=path))
+
+    async def join_group(self, address: str, port: int, world_size: int, group: str, backend: str) -> None:
+        """Become rank 0 of an update group; returns when the servers have joined it too. Raises ``TrainerError``."""
+        request = JoinGroupReq(
+            master_address=address, master_port=port, world_size=world_size, group_name=group, backend=backend
+        )
+        await self._command("join_group", request)
+
+    async def save(self, path: str) -> None:
+        await self._command("save", SaveReq(path=os.path.abspath(path)))
+
+    async def close(self) -> None:
+        try:
+            if self._job is not None and self._job.running:
+                if self._info is not None:
+                    with suppress(TimeoutError, TrainerError, aiohttp.ClientError):
+                        async with asyncio.timeout(SHUTDOWN_S):
+                            await self._request("POST", "shutdown", b"", TrainReply)
+                            await self._job.wait()
+                await self._job.kill()
+        finally:
+            if self._session is not None:
+                await self._session.close()
+
+    # --- requests
+
+    async def _command(self, path: str, request: msgspec.Struct) -> TrainReply:
+        timeout_s = self._recipe.trainer.step_timeout_s
+        answer = self._ask(path, msgspec.msgpack.encode(request))
+        reply = await self._bounded(answer, timeout_s, f"no answer to /{path}", "trainer.step_timeout_s")
+        if reply.error is not None:
+            raise TrainerError(f"trainer: {reply.error}")
+        return reply
+
+    async def _bounded(self, work: Coroutine[None, None, T], timeout_s: float, what: str, key: str) -> T:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await (work if self._job is None else self._job.unless_ended(work))
+        except TimeoutError:
+            raise TrainerError(f"trainer: {what} within {timeout_s:g} s; see {self._log}, or raise {key}") from None
+
+    async def _first_answer(self) -> TrainerInfo:
+        while True:
+            try:
+                return await self._request("GET", "health", b"", TrainerInfo)
+            except aiohttp.ClientError:
+                await asyncio.sleep(RETRY_S)
+
+    async def _ask(self, path: str, body: bytes) -> TrainReply:
+        try:
+            return await self._request("POST", path, body, TrainReply)
+        except aiohttp.ClientError as error:
+            if self._job is not None:
+                await asyncio.sleep(EXIT_GRACE_S)  # ended by the job's exit, which tells more
+            raise TrainerError(f"trainer: {self._url} broke off /{path}: {error or type(error).__name__}") from None
+
+    async def _request(self, method: str, path: str, body: bytes, reply: type[T]) -> T:
+        if self._session is None:
+            raise TrainerError("trainer: not connected; call connect() first")
+        async with self._session.request(method, f"{self._url}/{path}", data=body) as response:
+            data = await response.read()
+        if response.status != 200:
+            raise TrainerError(f"trainer: /{path} answered {response.status}: {data.decode(errors='replace')}")
+        return msgspec.msgpack.decode(data, type=reply)
+
+
+def _sequence(trajectory: Trajectory, advantage: float) -> TrainSequence:
+    return TrainSequence(
+        tokens=trajectory.tokens.tobytes(),
+        loss_mask=trajectory.loss_mask.tobytes(),
+        logprobs=trajectory.logprobs.tobytes(),
+        versions=trajectory.versions.tobytes(),
+        advantage=advantage,
+    )

@@ -1,0 +1,172 @@
+"""Rank 0: carries the controller's commands out, with the other ranks where the model is needed.
+
+main thread ── channel ──▶ ranks 1…           train_step, publish (disk, stage), save
+sender thread ── update group ──▶ servers     join_group, publish (collective): may run beside a train step
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+
+from asyncrl.train.checkpoint import FolderWriter, drop_other_versions
+from asyncrl.train.rank import Gather, Rank, Stop, Train
+from asyncrl.train.server import Refused
+from asyncrl.train.step import StepRefused, plan_work
+from asyncrl.weights.sender import UpdateGroup
+from asyncrl.wire import JoinGroupReq, PublishReq, SaveReq, TrainerInfo, TrainReq
+
+
+class Leader:
+    """``server.Commands`` over one rank. Owns the staged weights and the update group."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._staged: tuple[int, dict[str, Tensor]] = (-1, {})
+        self._group: UpdateGroup | None = None
+
+    def info(self) -> TrainerInfo:
+        tensors = self._rank.weights.tensors
+        return TrainerInfo(
+            version=self._rank.learner.version,
+            world_size=dist.get_world_size(),
+            backend=dist.get_backend(),
+            parameters=self._rank.parameters,
+            names=[t.name for t in tensors],
+            dtypes=[t.dtype for t in tensors],
+            shapes=[list(t.shape) for t in tensors],
+        )
+
+    # --- main thread
+
+    def train_step(self, request: TrainReq) -> dict[str, float]:
+        rank, version = self._rank, self._rank.learner.version
+        if request.step != version:
+            raise Refused(f"step {request.step} cannot be trained: the weights are version {version}")
+        started = time.perf_counter()
+        try:
+            works = plan_work(
+                request,
+                ranks=dist.get_world_size(),
+                vocabulary=rank.vocabulary,
+                hidden=rank.hidden,
+                trainer=rank.recipe.trainer,
+                algorithm=rank.recipe.algorithm,
+            )
+            rank.channel.send([msgspec.msgpack.encode(Train(work=work)) for work in works])
+            metrics = rank.learner.step(works[0])
+        except StepRefused as error:
+            raise Refused(str(error)) from error
+        seconds = time.perf_counter() - started
+        tokens = sum(len(s.tokens) // 4 for s in request.sequences)
+        return metrics | {
+            "seconds": seconds,
+            "tokens": float(tokens),
+            "sequences": float(len(request.sequences)),
+            "tokens_per_second": tokens / seconds,
+        }
+
+    def publish(self, request: PublishReq) -> dict[str, float]:
+        version = self._rank.learner.version
+        if request.version != version:
+            raise Refused(f"version {request.version} cannot be published: the weights are version {version}")
+        started = time.perf_counter()
+        if request.transport == "disk":
+            path = Path(request.path)
+            self._write(path)
+            drop_other_versions(path.parent, version)
+        elif request.transport == "stage":
+            self._stage(version)
+        else:
+            raise Refused(f"transport {request.transport!r} is not known; use disk, stage or collective")
+        return {"seconds": time.perf_counter() - started, "bytes": float(self._rank.weights.nbytes)}
+
+    def save(self, request: SaveReq) -> dict[str, float]:
+        started = time.perf_counter()
+        self._write(Path(request.path))
+        return {"seconds": time.perf_counter() - started, "bytes": float(self._rank.weights.nbytes)}
+
+    def shutdown(self) -> None:
+        """Release the other ranks."""
+        self._tell(Stop())
+
+    def _tell(self, command: Gather | Stop) -> None:
+        self._rank.channel.send([msgspec.msgpack.encode(command)] * dist.get_world_size())
+
+    def _write(self, path: Path) -> None:
+        weights = msgspec.structs.replace(self._rank.weights, version=self._rank.learner.version)
+        limit = self._rank.recipe.weights.bucket_mb * 2**20
+        try:
+            with FolderWriter(path, Path(self._rank.folder), weights, limit) as writer:
+                self._tell(Gather())
+                failure: Exception | None = None
+                # The gathering is a collective: it has to be run to its end even when nothing can be written.
+                for bucket in self._rank.gather(keep=True):
+                    try:
+                        if failure is None:
+                            writer.write(bucket)
+                    except (OSError, SafetensorError) as error:
+                        failure = error
+                if failure is not None:
+                    raise failure
+        except (OSError, SafetensorError) as error:
+            raise Refused(f"cannot write weights to {path}: {error}; make room or choose another folder") from error
+
+    def _stage(self, version: int) -> None:
+        """A whole copy in rank 0's host memory (pinned beside a GPU), so that it can be sent to any server at any time
+        while the next step changes the parameters."""
+        self._tell(Gather())
+        pin = self._rank.device.type == "cuda"
+        staged: dict[str, Tensor] = {}
+        for bucket in self._rank.gather(keep=True):
+            for name, tensor in bucket.items():
+                staged[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin).copy_(tensor)
+        self._staged = (version, staged)
+
+    # --- sender thread
+
+    def join_group(self, request: JoinGroupReq) -> dict[str, float]:
+        self._leave_group()
+        started = time.perf_counter()
+        try:
+            self._group = UpdateGroup(
+                request.master_address, request.master_port, request.world_size, request.group_name, request.backend
+            )
+        except (RuntimeError, ValueError) as error:
+            raise Refused(f"update group {request.group_name} was not formed: {_first_line(error)}") from error
+        return {"seconds": time.perf_counter() - started}
+
+    def broadcast(self, request: PublishReq) -> dict[str, float]:
+        version, (held, staged) = request.version, self._staged
+        if version != held:
+            raise Refused(f"version {version} cannot be broadcast: version {held} is staged")
+        if self._group is None:
+            raise Refused("no update group: join one first")
+        started = time.perf_counter()
+        try:
+            for bucket in self._rank.weights.buckets(self._rank.recipe.weights.bucket_mb * 2**20):
+                # NCCL sends from the GPU, where one bucket at a time has room.
+                home = self._rank.device if self._group.on_gpu else torch.device("cpu")
+                self._group.broadcast([staged[t.name].to(home) for t in bucket])
+        except RuntimeError as error:
+            # The other members wait for what will not come; a closed connection tells them so.
+            self._leave_group()
+            raise Refused(f"the broadcast of version {version} failed: {_first_line(error)}") from error
+        return {"seconds": time.perf_counter() - started, "bytes": float(self._rank.weights.nbytes)}
+
+    def _leave_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            with suppress(RuntimeError):  # it may be broken already
+                group.close()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

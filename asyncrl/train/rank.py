@@ -1,0 +1,68 @@
+"""What every rank of the trainer has, and what ranks other than 0 do: follow rank 0, message by message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from asyncrl.config import Recipe
+from asyncrl.core.types import Record
+from asyncrl.train import model
+from asyncrl.train.channel import Channel
+from asyncrl.train.step import Learner, StepRefused, Work
+
+
+class Train(Record, frozen=True, kw_only=True, tag=True):
+    """To a rank: train this share of the batch."""
+
+    work: Work
+
+
+class Gather(Record, frozen=True, kw_only=True, tag=True):
+    """To a rank: take part in gathering the weights."""
+
+
+class Stop(Record, frozen=True, kw_only=True, tag=True):
+    """To a rank: end."""
+
+
+class Rank:
+    """What every rank has: its shard, its learner, and its end of the channel."""
+
+    def __init__(self, recipe: Recipe, folder: str, device: torch.device) -> None:
+        self.recipe = recipe
+        self.folder = folder
+        self.device = device
+        self.dtype = getattr(torch, recipe.model.dtype)
+        self.channel = Channel()
+        policy = model.load(folder, recipe.rollout.temperature or 1.0)
+        self.weights = model.manifest(policy, 0, self.dtype)
+        self.vocabulary: int = policy.lm.config.get_text_config().vocab_size
+        self.hidden: int = policy.lm.config.get_text_config().hidden_size
+        self.parameters = sum(p.numel() for p in policy.parameters())
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        model.shard(policy, mesh, self.dtype, recipe.trainer.activation_checkpointing)
+        self.learner = Learner(policy, recipe.trainer, recipe.algorithm, device, self.channel.group)
+
+    def gather(self, keep: bool) -> Iterator[dict[str, Tensor]]:
+        limit = self.recipe.weights.bucket_mb * 2**20
+        return model.gather(self.learner.policy, self.weights, self.dtype, limit, keep)
+
+    def follow(self) -> None:
+        """Ranks other than 0: do what rank 0 says, until it says stop."""
+        while True:
+            match msgspec.msgpack.decode(self.channel.receive(), type=Train | Gather | Stop):
+                case Train(work=work):
+                    with suppress(StepRefused):  # rank 0 reports it
+                        self.learner.step(work)
+                case Gather():
+                    for _ in self.gather(keep=False):
+                        pass
+                case Stop():
+                    return

@@ -1,0 +1,111 @@
+"""The trainer's process: ``torchrun --nproc-per-node N -m asyncrl.train.worker --recipe FILE --model FOLDER --port P``.
+
+Every rank holds a shard of the model and runs the same collectives. Rank 0 serves the controller over HTTP on loopback
+(``wire.py``, msgpack) and waits for its commands; the others wait for rank 0. What is refused (a wrong step, a batch
+that cannot be trained, a full disk) is an answer with ``error`` set. Anything else ends the rank with one line at the
+end of its log; torchrun then ends the others, and the controller hears of it by its broken connection.
+
+This module and ``leader`` are the composition root of the trainer's processes, as ``build.py`` is of the controller's.
+It imports torch late: the rank has to be tied to its parent, and a port in use reported, before the slow part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.config import Recipe, loads_json
+from asyncrl.train.lifetime import die_with_parent
+
+
+class StartError(Exception):
+    """The rank cannot start. One line with the remedy."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="asyncrl.train.worker", description="One rank of the trainer (for torchrun).")
+    parser.add_argument("--recipe", type=Path, required=True, help="resolved recipe, JSON (config.dumps)")
+    parser.add_argument("--model", required=True, help="model folder")
+    parser.add_argument("--port", type=int, required=True, help="port of rank 0's HTTP server on loopback")
+    args = parser.parse_args()
+    die_with_parent()
+    try:
+        run(loads_json(args.recipe.read_bytes()), args.model, args.port)
+    except BaseException as error:
+        # The controller shows the last such line of the log, so it is written in any case.
+        print(f"trainer rank {os.environ.get('RANK', '?')}: {_explain(error)}", file=sys.stderr, flush=True)
+        # Not sys.exit: threads and half-open collectives must not keep a failed rank alive.
+        os._exit(1)
+
+
+def run(recipe: Recipe, folder: str, port: int) -> None:
+    """One rank's life, from start to /shutdown."""
+    listener = _listen(port) if os.environ["RANK"] == "0" else None
+
+    import torch
+    import torch.distributed as dist
+
+    from asyncrl.train.leader import Leader
+    from asyncrl.train.model import ModelError
+    from asyncrl.train.rank import Rank
+    from asyncrl.train.server import Server
+
+    kind = recipe.trainer.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device(kind)
+        torch.set_num_threads(recipe.trainer.threads)
+    backend = "nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=recipe.trainer.step_timeout_s))
+    try:
+        rank = Rank(recipe, folder, device)
+    except ModelError as error:
+        raise StartError(str(error)) from error
+    if listener is None:
+        rank.follow()
+    else:
+        leader = Leader(rank)
+        server = Server(listener, leader)
+        for job in server.jobs():
+            job()
+        leader.shutdown()
+        server.close()
+    dist.destroy_process_group()
+
+
+def _listen(port: int) -> socket.socket:
+    """Bound before the slow start, so that a port in use is known at once and early clients wait instead of failing."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port))
+    except OSError as error:
+        raise StartError(f"port {port} cannot be used: {error.strerror}; free it or use another") from None
+    listener.listen()
+    return listener
+
+
+def _explain(error: BaseException) -> str:
+    text = str(error).strip()
+    line = text.splitlines()[0] if text else type(error).__name__
+    if isinstance(error, StartError | OSError | msgspec.MsgspecError):
+        return f"error: {line}"
+    if "gloo/transport" in text or "NCCL" in text:
+        return "lost contact with another rank"
+    traceback.print_exception(error)
+    return f"error: {type(error).__name__}: {line}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""WeightTransport over a process group: rank 0 of the trainer broadcasts, the servers receive. Imports no torch.
+
+``prepare`` makes a copy in the trainer's memory, so that a version can be delivered at any time: also to a server that
+comes back while the next step runs. A group cannot lose or gain a member, so it is formed anew for each other set of
+servers, and after any failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol
+
+from asyncrl.ports import Engine, EngineError, TrainerError
+from asyncrl.wire import TrainerInfo
+
+
+class Publisher(Protocol):
+    """What this transport needs of the trainer's client. ``alive`` is False once the job has ended."""
+
+    @property
+    def info(self) -> TrainerInfo: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    async def publish(self, version: int, transport: str, path: str = "") -> None: ...
+
+    async def join_group(self, address: str, port: int, world_size: int, group: str, backend: str) -> None: ...
+
+
+class CollectiveTransport:
+    """``address`` is where servers reach the trainer's rank 0; ``port()`` gives a free port there for each group.
+    ``backend`` is ``nccl`` (trainer and servers on GPUs) or ``gloo``. Every server is one member of the group."""
+
+    def __init__(self, trainer: Publisher, *, address: str, port: Callable[[], int], backend: str) -> None:
+        self._trainer = trainer
+        self._address = address
+        self._port = port
+        self._backend = backend
+        self._formed = 0
+        self._members: set[str] = set()
+        """Names of the servers in the group, empty when there is no usable group."""
+
+    async def connect(self, engines: Sequence[Engine]) -> None:
+        self._members = set()
+        self._formed += 1
+        address, port, size, group, backend = self._address, self._port(), len(engines) + 1, self._group, self._backend
+        await self._together(
+            self._trainer.join_group(address, port, size, group, backend),
+            [engine.join_group(address, port, rank, size, group, backend) for rank, engine in enumerate(engines, 1)],
+        )
+        self._members = {engine.name for engine in engines}
+
+    async def prepare(self, version: int) -> None:
+        await self._trainer.publish(version, "stage")
+
+    async def deliver(self, engines: Sequence[Engine], version: int) -> None:
+        names = {engine.name for engine in engines}
+        if names != self._members:
+            await self.connect(engines)
+        self._members = set()  # until it has gone well
+        info = self._trainer.info
+        await self._together(
+            self._trainer.publish(version, "collective"),
+            [e.load_from_group(info.names, info.dtypes, info.shapes, self._group, version) for e in engines],
+        )
+        self._members = names
+
+    async def close(self) -> None:
+        """The group ends with its processes."""
+
+    @property
+    def _group(self) -> str:
+        """Servers may outlive this run and keep old groups, so a name is never used twice."""
+        return f"asyncrl-{os.getpid()}-{self._formed}"
+
+    async def _together(self, trainer: Coroutine[Any, Any, None], servers: Sequence[Coroutine[Any, Any, None]]) -> None:
+        """One collective. All parts run to their end, as each has its deadline, and then the cause is told from the
+        consequences: a dead trainer before a failing server before a trainer that merely saw the group break."""
+        errors: list[EngineError | TrainerError] = []
+
+        async def part(work: Coroutine[Any, Any, None]) -> None:
+            try:
+                await work
+            except (EngineError, TrainerError) as error:
+                errors.append(error)
+
+        async with asyncio.TaskGroup() as parts:
+            for work in (trainer, *servers):
+                parts.create_task(part(work))
+        if not errors:
+            return
+        first = TrainerError if not self._trainer.alive else EngineError
+        raise next((error for error in errors if isinstance(error, first)), errors[0])
