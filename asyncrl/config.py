@@ -147,6 +147,8 @@ class EngineConfig(Section, frozen=True, kw_only=True):
 class TrainerConfig(Section, frozen=True, kw_only=True):
     """The torchrun job."""
 
+    url: str = ""
+    """Rank 0 of a job that was started elsewhere; it is used and never stopped. Empty: one is started here."""
     ranks: int = 1
     threads: int = 1
     """CPU threads of each rank."""

@@ -162,9 +162,9 @@ class Blocking(Protocol):
 class Tokenizer(Protocol):
     """Text ⇄ token ids of the policy's model."""
 
-    eos_ids: Sequence[int]
-    """Ids that end a turn."""
-    vocab_size: int
+    @property
+    def eos_ids(self) -> Sequence[int]:
+        """Ids that end a turn."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``, special tokens recognised, none added."""

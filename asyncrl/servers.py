@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 from asyncrl.config import Recipe
-from asyncrl.processes import Child, free_port
+from asyncrl.processes import Child, ChildError, free_port
+
+T = TypeVar("T")
 
 MAX_RESTARTS = 3
 """Restarts of one server in a run: one that dies again and again has a cause that a restart does not mend."""
@@ -20,23 +23,38 @@ RESTART_PAUSE_S = 1.0
 
 
 class LocalServers:
-    """``engine.count`` servers of ``model`` on loopback. ``note`` prints a line for the user."""
+    """``engine.count`` servers on loopback, or none where ``engine.urls`` names running ones, which stay untouched.
+    ``note`` prints a line for the user."""
 
     def __init__(self, recipe: Recipe, *, logs: Path, note: Callable[[str], None]) -> None:
         self._recipe = recipe
         self._logs = logs
         self._note = note
-        self._ports = [free_port() for _ in range(recipe.engine.count)]
+        self._ports = [] if recipe.engine.urls else [free_port() for _ in range(recipe.engine.count)]
         self._children: list[Child] = []
 
     @property
     def urls(self) -> list[str]:
-        return [f"http://127.0.0.1:{port}" for port in self._ports]
+        return self._recipe.engine.urls or [f"http://127.0.0.1:{port}" for port in self._ports]
 
     async def start(self) -> None:
         """Start all processes; does not wait until they are ready."""
         for index in range(len(self._ports)):
             self._children.append(await self._start(index))
+
+    async def until_death(self, starting: Awaitable[T]) -> T:
+        """``starting``, unless a server ends before it is done: then ``ChildError`` with its last words, at once."""
+
+        async def guard(child: Child) -> None:
+            await child.wait()
+            raise ChildError(child.death())
+
+        async with asyncio.TaskGroup() as group:
+            guards = [group.create_task(guard(child)) for child in self._children]
+            result = await starting
+            for task in guards:
+                task.cancel()
+        return result
 
     async def watch(self) -> None:
         """Until cancelled; starts ended servers anew."""

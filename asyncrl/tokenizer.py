@@ -20,7 +20,6 @@ class HuggingFaceTokenizer:
         if not (folder / "tokenizer.json").is_file():
             raise RecipeError(f"model.path: no tokenizer.json in {folder}; give a folder saved by save_pretrained")
         self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
-        self.vocab_size = len(self._tokenizer)
         self.eos_ids = _eos_ids(folder, self._tokenizer.eos_token_id)
 
     def encode(self, text: str) -> list[int]:

@@ -22,7 +22,6 @@ class SimTokenizer:
     """Bytes are ids; generated ids (≥ GENERATED) decode to nothing."""
 
     eos_ids: Sequence[int] = (GENERATED,)
-    vocab_size = 1 << 30
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

@@ -1,7 +1,6 @@
-"""Composition root: wires the components of one run, in the real or in a simulated world.
+"""The one place that knows every component of the runtime; it is the same for the real and the simulated world.
 
-``assemble`` is the one place that knows every component of the runtime; it is the same for both worlds. A ``World`` is
-what it needs from outside: the ports' implementations, the tasks and the user's environment.
+A ``World`` is what ``assemble`` needs from outside: the ports' implementations, the tasks and the user's environment.
 """
 
 from __future__ import annotations
@@ -25,9 +24,6 @@ from asyncrl.runtime.reward import RewardFunction, Scorer
 from asyncrl.runtime.sample_buffer import SampleBuffer
 from asyncrl.runtime.task_source import TaskSource
 from asyncrl.runtime.user_code import FailureWindow
-from asyncrl.sim.engine import Lengths, SimEngine
-from asyncrl.sim.trace import TraceRecorder
-from asyncrl.sim.world import SimBlocking, SimEnv, SimTokenizer, SimTrainer, SimTransport
 
 
 class World(msgspec.Struct, kw_only=True):
@@ -145,63 +141,3 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         services=world.services,
     )
     return Run(controller=controller, buffer=buffer, proxy=proxy, parameters=parameters)
-
-
-# --- the simulated world ----------------------------------------------------------------------------------------------
-
-
-class Simulation(msgspec.Struct, kw_only=True):
-    """A run on virtual time and its parts, for faults and for looking at afterwards."""
-
-    run: Run
-    engines: list[SimEngine]
-    trainer: SimTrainer
-    trace: TraceRecorder
-
-
-async def simulated(
-    recipe: Recipe,
-    *,
-    lengths: Lengths | None = None,
-    env: Callable[[random.Random], Env] | None = None,
-    services: Sequence[Service] = (),
-) -> Simulation:
-    """The same runtime over simulated servers, trainer and environment. To be awaited on a ``VirtualLoop``.
-
-    Everything random comes from the recipe's seed: one seed, one trace.
-    """
-    trace = TraceRecorder()
-    rng = random.Random(f"{recipe.seed}/world")
-    engines = [
-        SimEngine(
-            f"server {i}",
-            rng=random.Random(rng.random()),
-            lengths=lengths or (lambda r: min(recipe.rollout.max_new_tokens, int(r.lognormvariate(4.0, 1.0)) + 1)),
-            max_running=recipe.engine.max_running_requests,
-            max_tokens=recipe.engine.max_total_tokens,
-            context_length=recipe.engine.max_total_tokens,
-            stream_interval=recipe.engine.stream_interval,
-        )
-        for i in range(recipe.engine.count)
-    ]
-    trainer = SimTrainer()
-    env_rng = random.Random(rng.random())
-
-    async def checkpoint(version: int) -> None:
-        await trainer.save(f"version {version}")
-
-    world = World(
-        engines=engines,
-        trainer=trainer,
-        transport=SimTransport(),
-        tokenizer=SimTokenizer(),
-        blocking=SimBlocking(rng=random.Random(rng.random())),
-        observer=trace,
-        train_tasks=[Task(id=f"task {i}", data={"prompt": f"task {i} "}) for i in range(1000)],
-        heldout_tasks=[Task(id=f"heldout {i}", data={"prompt": f"heldout {i} "}) for i in range(16)],
-        make_env=lambda: (env or (lambda r: SimEnv(rng=r, turns=recipe.env.max_turns)))(env_rng),
-        reward=None,
-        checkpoint=checkpoint,
-        services=services,
-    )
-    return Simulation(run=await assemble(recipe, world), engines=engines, trainer=trainer, trace=trace)

@@ -1,0 +1,164 @@
+"""The real world: processes, sockets and files of one run on this machine, from start to report."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from asyncrl.build.assemble import Run, World, assemble
+from asyncrl.config import Recipe, dumps
+from asyncrl.engine.health import HealthMonitor
+from asyncrl.engine.sglang import SGLangEngine
+from asyncrl.loading import check_model, load_environment, load_tasks
+from asyncrl.observe.progress import Progress
+from asyncrl.observe.recorder import Recorder
+from asyncrl.observe.report import write_report
+from asyncrl.observe.run_dir import RECIPE, write_atomic
+from asyncrl.observe.summary import Summary, write_summary
+from asyncrl.ports import Engine, EngineError, WeightTransport
+from asyncrl.processes import free_port
+from asyncrl.runtime.llm_proxy import LLMProxy
+from asyncrl.servers import LocalServers
+from asyncrl.tokenizer import HuggingFaceTokenizer
+from asyncrl.train.client import HttpTrainer
+from asyncrl.weights.collective import CollectiveTransport
+from asyncrl.weights.disk import DiskTransport
+from asyncrl.workers import ThreadBlocking
+
+FLUSH_S = 2.0
+RENDER_S = 0.25
+HEALTH_INTERVAL_S = 10.0
+HEALTH_FAILURES = 3
+
+
+async def train(recipe: Recipe, run_dir: Path, *, command: Sequence[str], started: str, out: TextIO) -> Summary:
+    """One run into ``run_dir``, which must not hold one yet. ``started`` is the time of day, for the summary.
+
+    Inputs are checked before anything starts or is written. Raises whatever ended the run early; in every case the
+    processes are gone, the summary is written and the report drawn when it returns.
+    """
+    model_type = check_model(recipe.model.path)
+    environment = load_environment(recipe.env)
+    train_tasks = load_tasks(recipe.task.train, "task.train", environment.required)
+    heldout = load_tasks(recipe.task.heldout, "task.heldout", environment.required) if recipe.task.heldout else []
+    tokenizer = HuggingFaceTokenizer(Path(recipe.model.path))
+
+    recorder = Recorder(run_dir, recipe, asyncio.get_running_loop().time, decode=tokenizer.decode)
+    write_atomic(run_dir / RECIPE, dumps(recipe))
+    logs = run_dir / "logs"
+    logs.mkdir()
+    progress = Progress(recorder, out)
+    blocking = ThreadBlocking()
+    servers = LocalServers(recipe, logs=logs, note=progress.note)
+    trainer = HttpTrainer(recipe, recipe.model.path, run_dir=run_dir, log=logs / "trainer.log", url=recipe.trainer.url)
+    engines = [
+        SGLangEngine(url, f"server {i}", recipe.engine, rng=random.Random(f"{recipe.seed}/{i}"), model_type=model_type)
+        for i, url in enumerate(servers.urls)
+    ]
+    transport = _transport(recipe, trainer, run_dir)
+
+    async def checkpoint(version: int) -> None:
+        await trainer.save(str(run_dir / "checkpoints" / f"version-{version}"))
+
+    async def flush() -> None:
+        while True:
+            await asyncio.sleep(FLUSH_S)
+            await blocking.run(recorder.flush)
+
+    world = World(
+        engines=engines,
+        trainer=trainer,
+        transport=transport,
+        tokenizer=tokenizer,
+        blocking=blocking,
+        observer=recorder,
+        train_tasks=train_tasks,
+        heldout_tasks=heldout,
+        make_env=environment.make,
+        reward=environment.reward,
+        checkpoint=checkpoint,
+        services=[flush, servers.watch],
+    )
+    run: Run | None = None
+
+    async def render() -> None:
+        while True:
+            if run is not None:
+                _gauge(recorder, run)
+            progress.render()
+            await asyncio.sleep(RENDER_S)
+
+    ended = "failed: did not start"
+    try:
+        async with asyncio.TaskGroup() as group:
+            display = group.create_task(render())
+            progress.note(f"starting {len(engines)} servers and {recipe.trainer.ranks} trainer ranks, logs in {logs}")
+            await servers.start()
+            run = await servers.until_death(assemble(recipe, world))
+            monitor = HealthMonitor(engines, HEALTH_INTERVAL_S, HEALTH_FAILURES, _on_health(run.proxy))
+            watching = group.create_task(monitor.run())
+            await run.controller.run()
+            watching.cancel()
+            display.cancel()
+        ended = "finished"
+    except asyncio.CancelledError:
+        ended = "interrupted"
+        raise
+    except BaseException as error:
+        ended = f"failed: {one_line(error)}"
+        raise
+    finally:
+        for close in (transport.close, trainer.close, *(e.close for e in engines), servers.stop, blocking.close):
+            await close()
+        try:
+            recorder.close()
+            ledger = run.buffer.ledger.counts() if run is not None else {}
+            summary = recorder.summary(exit=ended, started=started, command=command, ledger=ledger)
+            write_summary(run_dir, summary)
+        finally:
+            report = write_report(run_dir) if recorder.rewards else None
+            progress.close(summary, report)
+    return summary
+
+
+def _transport(recipe: Recipe, trainer: HttpTrainer, run_dir: Path) -> WeightTransport:
+    if recipe.weights.transport == "collective":
+        return CollectiveTransport(trainer, address="127.0.0.1", port=free_port, backend="gloo")
+    return DiskTransport(trainer, Path(recipe.weights.folder) if recipe.weights.folder else run_dir / "weights")
+
+
+def _on_health(proxy: LLMProxy) -> Callable[[Engine, bool], None]:
+    """A server that hangs while nobody waits for it is taken out of use; LLMProxy.watch brings it back."""
+
+    def changed(engine: Engine, up: bool) -> None:
+        for instance in proxy.instances:
+            if instance.engine is engine and not up:
+                proxy.mark_down(instance, EngineError(f"{engine.name}: no answer to {HEALTH_FAILURES} health probes"))
+
+    return changed
+
+
+def _gauge(recorder: Recorder, run: Run) -> None:
+    """What the live display shows beside the steps."""
+    now = recorder.clock()
+    buffer, fleet = run.buffer.snapshot(), run.proxy.snapshot()
+    for name, value in (
+        ("rollout/waiting", fleet.waiting),
+        ("rollout/tokens", run.proxy.generated),
+        ("buffer/reserved", buffer.staleness.reserved),
+        ("buffer/occupied", buffer.staleness.occupied),
+        ("envs/failed", buffer.failed),
+        ("envs/retried", buffer.retried),
+    ):
+        recorder.counter(name, now, value)
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of the first cause: an ExceptionGroup is as many lines as it has members."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    text = str(error).splitlines()[0] if str(error) else ""
+    return text or type(error).__name__

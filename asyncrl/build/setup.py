@@ -1,0 +1,46 @@
+"""The recipe's setup script: makes the model and the data, once. Its folder appears whole or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from asyncrl.config import Recipe, RecipeError
+from asyncrl.processes import die_with_parent
+
+
+async def set_up(recipe: Recipe, out: TextIO) -> None:
+    """Run ``setup.script`` if ``setup.out`` is not there; its output goes to ``out``. Raises ``RecipeError``."""
+    script, target = Path(recipe.setup.script), Path(recipe.setup.out)
+    if not recipe.setup.script or target.exists():
+        return
+    if not script.is_file():
+        raise RecipeError(f"setup.script: no file {script}")
+    part = target.with_name(f"{target.name}.part-{os.getpid()}")
+    print(f"setup: {script.parent.name}/{script.name} makes {target}", file=out, flush=True)
+    try:
+        part.parent.mkdir(parents=True, exist_ok=True)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, str(script), "--out", str(part), "--seed", str(recipe.seed)),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=out if out.isatty() else None,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+        try:
+            code = await process.wait()
+        except asyncio.CancelledError:
+            process.terminate()
+            await process.wait()
+            raise
+        if code:
+            raise RecipeError(f"setup.script: {script} exited with {code}; its last line says why")
+        part.rename(target)
+    except OSError as error:
+        raise RecipeError(f"setup.out: cannot make {target} ({error.strerror})") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
