@@ -8,6 +8,7 @@ on the spot, so nothing is lost; the error of such a flush is kept for the next 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from array import array
@@ -204,10 +205,8 @@ class Recorder(Observer):
 
     def _put(self, event: tuple[Any, ...]) -> None:
         if len(self._queue) >= QUEUE_LIMIT:
-            try:
+            with contextlib.suppress(RunDirError):  # kept in _error: the next flush() or close() raises it
                 self.flush()
-            except RunDirError:
-                return  # kept in _error: the next flush() or close() raises it
         self._queue.append(event)
 
     def _write(self) -> None:

@@ -33,11 +33,13 @@ def test_totals_and_segments_agree_with_counting_tick_by_tick(changes, rest):
     assert painted == {tick: v for tick, (running, v, up) in enumerate(states) if running > 0 and up}
 
 
-def test_a_clock_that_stands_still_or_an_older_time_counts_nothing():
+def test_an_event_from_the_past_counts_from_now():
     server = ServerTime(5.0)
     server.update(5.0, 1, 0, True)
-    server.update(4.0, 1, 0, True)
-    assert server.totals(5.0) == (0.0, 0.0)
+    ended = server.update(4.0, 1, 1, True)
+    assert ended is not None
+    assert (ended.start, ended.end) == (5.0, 5.0)
+    assert server.totals(4.5) == (0.0, 0.0)
     assert server.totals(6.0) == (1.0, 1.0)
 
 

@@ -6,8 +6,10 @@ import subprocess
 import sys
 import threading
 from array import array
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from time import sleep
 
 import pytest
 
@@ -251,8 +253,18 @@ def test_nothing_is_lost_when_the_queue_is_full(tmp_path: Path, clock: Clock, mo
     assert [row["id"] for row in read_lines(tmp_path / TRAJECTORIES)] == list(range(50))
 
 
-def test_flushes_on_other_threads_lose_and_repeat_nothing(tmp_path: Path, clock: Clock):
-    recorder = Recorder(tmp_path, make_recipe(), clock)
+def test_flushes_on_other_threads_take_turns_and_lose_and_repeat_nothing(tmp_path: Path, clock: Clock):
+    inside, most = 0, 0
+
+    def decode(ids: Sequence[int]) -> str:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        sleep(0.0002)  # lets another thread in
+        inside -= 1
+        return ""
+
+    recorder = Recorder(tmp_path, make_recipe(), clock, decode=decode)
     stop = threading.Event()
 
     def flush_all_the_time() -> None:
@@ -262,14 +274,18 @@ def test_flushes_on_other_threads_lose_and_repeat_nothing(tmp_path: Path, clock:
     threads = [threading.Thread(target=flush_all_the_time) for _ in range(2)]
     for thread in threads:
         thread.start()
-    for i in range(2000):
+    for i in range(1000):
         recorder.span("trainer", f"{i}", clock.now + i, clock.now + i + 1)
+        if i % 10 == 0:
+            recorder.trajectory(make_trajectory(i), "consumed")
+            sleep(0)
     stop.set()
     for thread in threads:
         thread.join()
     recorder.close()
-    names = [e.name for e in read_trace(tmp_path / TRACE) if e.ph == "X"]
-    assert sorted(names, key=int) == [str(i) for i in range(2000)]
+    assert most == 1
+    assert [e.name for e in read_trace(tmp_path / TRACE) if e.ph == "X"] == [str(i) for i in range(1000)]
+    assert [row["id"] for row in read_lines(tmp_path / TRAJECTORIES)] == list(range(0, 1000, 10))
 
 
 def test_a_full_disk_is_told_by_flush_never_by_an_event(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch):
