@@ -34,6 +34,8 @@ CPU_DEFAULTS = {
     "--max-total-tokens": "65536",
     "--mem-fraction-static": "0.05",
     "--disable-overlap-schedule": None,
+    # Else every chunk of a stream repeats all tokens before it.
+    "--incremental-streaming-output": None,
 }
 
 
@@ -51,7 +53,7 @@ class Placeholder(types.ModuleType):
         full_name = f"{self.__name__}.{name}"
 
         def refuse(cls: type, *args: object, **kwargs: object) -> None:
-            raise NotImplementedError(f"{full_name} does not exist on a CPU: launch/sglang_cpu.py put a placeholder there")
+            raise NotImplementedError(f"{full_name} has no CPU build: launch/sglang_cpu.py put a placeholder there")
 
         return type(name, (), {"__new__": refuse})
 

@@ -49,9 +49,6 @@ ABORT_GRACE_S = 2.0
 BUCKET_BYTES = 256 << 20
 """Weights received at once: the server keeps that much beside its own copy."""
 
-CONTEXT_MARGIN = 6
-"""SGLang's longest prompt (``max_req_input_len``) is its context less this."""
-
 _encode = msgspec.json.Encoder().encode
 _decode_line = msgspec.json.Decoder(wire.GenerateReply).decode
 _decode_many = msgspec.json.Decoder(list[wire.GenerateReply]).decode
@@ -152,12 +149,17 @@ class SGLangEngine:
                 f"serves a {model.model_type} model ({model.model_path}), the recipe trains a {self._model_type}; "
                 "start it with the recipe's model.path"
             )
+        context_length = server.context_length or 0
+        if server.max_req_input_len is not None:
+            # SGLang keeps some tokens of the context for itself: it refuses longer prompts, and cuts the length limit
+            # of a request that comes within 2 tokens of the context without saying so.
+            context_length = server.max_req_input_len + 1
         return EngineInfo(
             name=self.name,
             version=self._version(model.weight_version),
             max_running_requests=server.max_running_requests or self._config.max_running_requests,
             max_total_tokens=server.max_total_num_tokens or self._config.max_total_tokens,
-            context_length=server.context_length or (server.max_req_input_len or 0) + CONTEXT_MARGIN,
+            context_length=context_length,
         )
 
     async def health(self) -> bool:

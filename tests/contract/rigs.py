@@ -31,7 +31,7 @@ from asyncrl.ports import Engine
 from asyncrl.sim.engine import SimEngine
 
 MAX_RUNNING = 8
-MAX_TOKENS = 8192
+MAX_TOKENS = 32768
 STREAM_INTERVAL = 4
 START_TIMEOUT_S = 240.0
 SGLANG_PYTHON = os.environ.get("ASYNCRL_SGLANG_PYTHON", "")

@@ -16,8 +16,8 @@ from tiny_model import CONTEXT, EOS, greedy, logprobs, weights
 from asyncrl.ports import Chunk, Engine, EngineError, EngineLoad, EngineRejected, GenerateRequest
 from asyncrl.weights.sender import UpdateGroup
 
-LONG = 400
-"""Tokens of a request that must still run while something else happens."""
+LONG = 1800
+"""Tokens of a request that must still run while something else happens: seconds, also on an idle machine."""
 
 TOLERANCE = 1e-4
 
@@ -103,8 +103,9 @@ def close_to(expected: Sequence[float]) -> object:
 async def test_connect_describes_the_server(engine: Engine) -> None:
     info = await engine.connect()
     assert (info.name, info.version) == (engine.name, 0)
-    assert (info.max_running_requests, info.context_length) == (MAX_RUNNING, CONTEXT)
-    assert info.max_total_tokens == MAX_TOKENS
+    assert (info.max_running_requests, info.max_total_tokens) == (MAX_RUNNING, MAX_TOKENS)
+    # SGLang needs a few tokens of the context for itself.
+    assert CONTEXT - 5 <= info.context_length <= CONTEXT
 
 
 async def test_healthy_also_while_paused(engine: Engine) -> None:
@@ -231,12 +232,12 @@ async def test_replies_of_a_full_batch_do_not_mix(engine: Engine, models: Models
 
 
 async def test_abort_keeps_what_was_generated(engine: Engine) -> None:
-    uninterrupted = await generate(engine, ask(tokens=LONG))
     async with running(engine, request := ask(tokens=LONG)) as [reply]:
         await engine.abort(request.rid)
     assert reply.finish == "abort"
     assert 0 < len(reply.ids) < LONG
-    assert reply.ids == uninterrupted.ids[: len(reply.ids)]
+    uninterrupted = await generate(engine, ask(tokens=len(reply.ids)))
+    assert reply.logprobs == close_to(uninterrupted.logprobs)
 
 
 @pytest.mark.needs("http")
@@ -343,14 +344,14 @@ async def test_pause_of_an_idle_server_and_resume_of_a_running_one_are_harmless(
 
 
 async def test_an_interrupted_request_goes_on_exactly_where_it_was(engine: Engine) -> None:
-    uninterrupted = await generate(engine, ask(tokens=60))
-    async with running(engine, ask(tokens=60)) as [reply]:
+    async with running(engine, ask(tokens=LONG)) as [reply]:
         await engine.pause()
     assert reply.finish == "abort"
     await engine.resume()
-    rest = await generate(engine, ask([*PROMPT, *reply.ids], 60 - len(reply.ids)))
-    assert reply.ids + rest.ids == uninterrupted.ids
-    assert reply.logprobs + rest.logprobs == close_to(uninterrupted.logprobs)
+    rest = await generate(engine, ask([*PROMPT, *reply.ids], 30))
+    whole = await generate(engine, ask(tokens=len(reply.ids) + 30))
+    assert reply.ids + rest.ids == whole.ids
+    assert reply.logprobs + rest.logprobs == close_to(whole.logprobs)
 
 
 @pytest.mark.parametrize("end", ["close", "cancel"])
@@ -378,9 +379,11 @@ async def test_a_request_beyond_the_context_is_refused_and_the_server_lives(
     assert (await generate(engine)).finish == "length"
 
 
-async def test_a_request_as_long_as_the_context_is_served(engine: Engine) -> None:
-    reply = await generate(engine, ask([65] * (CONTEXT - 100), 100))
-    assert (len(reply.ids), reply.finish) == (100, "length")
+@pytest.mark.parametrize("tokens", [1, 2, 100])
+async def test_a_request_as_long_as_the_context_is_served_whole(engine: Engine, tokens: int) -> None:
+    context_length = (await engine.connect()).context_length
+    reply = await generate(engine, ask([65] * (context_length - tokens), tokens))
+    assert (len(reply.ids), reply.finish) == (tokens, "length")
 
 
 async def test_a_server_that_dies_breaks_its_requests_off_and_keeps_their_tokens(doomed: Rig) -> None:
@@ -391,10 +394,10 @@ async def test_a_server_that_dies_breaks_its_requests_off_and_keeps_their_tokens
         async with asyncio.timeout(10):
             with pytest.raises(EngineError, match=doomed.kind) as failure:
                 async with aclosing(engine.generate(ask(tokens=LONG))) as chunks:
+                    reply.add(await anext(chunks))
+                    doomed.kill()
                     async for chunk in chunks:
                         reply.add(chunk)
-                        if len(reply.ids) <= STREAM_INTERVAL:
-                            doomed.kill()
             assert not isinstance(failure.value, EngineRejected)
             assert 0 < len(reply.ids) < LONG
             assert not await engine.health()
@@ -411,11 +414,11 @@ async def test_a_server_that_dies_breaks_its_requests_off_and_keeps_their_tokens
 
 async def test_tokens_after_an_update_have_its_version(engine: Engine, models: Models) -> None:
     async with restored(engine, models):
-        async with running(engine, ask(tokens=60)) as [reply]:
+        async with running(engine, ask(tokens=LONG)) as [reply]:
             await engine.pause()
         await engine.load_from_disk(str(models.second), 3)
         await engine.resume()
-        rest = await generate(engine, ask([*PROMPT, *reply.ids], 60 - len(reply.ids)))
+        rest = await generate(engine, ask([*PROMPT, *reply.ids], 30))
         assert (await engine.connect()).version == 3
     assert (set(reply.versions), set(rest.versions)) == ({0}, {3})
 
@@ -458,7 +461,7 @@ async def test_weights_from_a_group_are_served_whole(engine: Engine, models: Mod
                 tensors = weights(folder)
                 await engine.pause()
                 async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(asyncio.to_thread(sender.broadcast, tensors))
+                    tasks.create_task(asyncio.to_thread(sender.broadcast, list(tensors.values())))
                     await engine.load_from_group(
                         list(tensors),
                         [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
