@@ -4,24 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from rigs import RIGS, SGLANG_PYTHON, Rig
-from tiny_model import greedy, make_model
 
 from asyncrl.ports import Engine
 
-PROMPT = tuple(range(65, 85))
-"""Bytes, below every id that a simulated engine generates."""
-
-
-class Models(NamedTuple):
-    """Model folders: the servers start with ``first``. ``stops`` is ``first``, except that it ends after ``PROMPT``."""
-
-    first: Path
-    second: Path
-    stops: Path
+from .rigs import PROMPT, RIGS, SGLANG_PYTHON, Models, Rig
+from .tiny_model import greedy, make_model
 
 
 def pytest_configure(config: pytest.Config) -> None:

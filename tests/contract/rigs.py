@@ -20,9 +20,9 @@ import time
 import urllib.request
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from tiny_model import CONTEXT
 
 from asyncrl.config import EngineConfig
 from asyncrl.core.cost_model import CostModel
@@ -30,12 +30,26 @@ from asyncrl.engine.sglang import SGLangEngine
 from asyncrl.ports import Engine
 from asyncrl.sim.engine import SimEngine
 
+from .tiny_model import CONTEXT
+
 MAX_RUNNING = 8
 MAX_TOKENS = 32768
 STREAM_INTERVAL = 4
 START_TIMEOUT_S = 240.0
 SGLANG_PYTHON = os.environ.get("ASYNCRL_SGLANG_PYTHON", "")
 SGLANG_START = Path(__file__).parents[2] / "launch" / "sglang_cpu.py"
+
+
+PROMPT = tuple(range(65, 85))
+"""Bytes, below every id that a simulated engine generates."""
+
+
+class Models(NamedTuple):
+    """Model folders: the servers start with ``first``. ``stops`` is ``first``, except that it ends after ``PROMPT``."""
+
+    first: Path
+    second: Path
+    stops: Path
 
 
 class Rig(ABC):

@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
-from conftest import PROMPT, Models
-from rigs import MAX_RUNNING, MAX_TOKENS, STREAM_INTERVAL, Rig
-from tiny_model import CONTEXT, EOS, greedy, logprobs, weights
 
 from asyncrl.ports import Chunk, Engine, EngineError, EngineLoad, EngineRejected, GenerateRequest
 from asyncrl.weights.sender import UpdateGroup
+
+from .rigs import MAX_RUNNING, MAX_TOKENS, PROMPT, STREAM_INTERVAL, Models, Rig
+from .tiny_model import CONTEXT, EOS, greedy, logprobs, weights
 
 LONG = 1800
 """Tokens of a request that must still run while something else happens: seconds, also on an idle machine."""
