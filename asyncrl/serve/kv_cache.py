@@ -6,7 +6,8 @@ rollout makes every short row pay for the longest. An ``Arena`` holds the sequen
 arena moves on to the next (a copy of its own length, so O(1) a token amortised); when one leaves, the last row fills
 the hole. Rows of all arenas, in order, are the decode batch.
 
-Owned by the engine's thread. Memory follows use: an arena grows by half when full and is freed when empty.
+Owned by the engine's thread. Memory follows use: an arena grows by half when full, and an empty one is freed when all
+of them together have memory for more than twice ``max_tokens``.
 """
 
 from __future__ import annotations
@@ -50,6 +51,11 @@ class Arena:
         self.kv = torch.empty((layers, 0, *row), dtype=self._dtype, device=self._device)
         self.bias = torch.empty((0, self.width), dtype=self._dtype, device=self._device)
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is memory for."""
+        return self.bias.numel()
+
     def take(self, count: int) -> int:
         """Room for ``count`` more rows at the end; the first of them."""
         start, need = len(self.sequences), len(self.sequences) + count
@@ -57,6 +63,7 @@ class Arena:
         if need > capacity:
             capacity = max(need, capacity + capacity // 2, 4)
             layers, *row = self._shape
+            # Zeros, for what lies behind a row's end is multiplied by 0: it must be a number.
             kv = torch.zeros((layers, capacity, *row), dtype=self._dtype, device=self._device)
             bias = torch.empty((capacity, self.width), dtype=self._dtype, device=self._device)
             kv[:, :start] = self.kv[:, :start]
@@ -69,11 +76,14 @@ class KVCache:
     """See the module. A sequence of ``n`` tokens has KV for its first ``n - 1``; the step that samples the next token
     writes the last one's."""
 
-    def __init__(self, spec: ModelSpec, *, context_length: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: ModelSpec, *, context_length: int, max_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         widths = [MIN_WIDTH]
         while widths[-1] < context_length:
             widths.append(widths[-1] * 2)
         self.arenas = [Arena(spec, width, dtype, device) for width in widths]
+        self._max_tokens = max_tokens
         self._device = device
         self._arange = torch.arange(4096, device=device)
         self._home: dict[Sequence, tuple[Arena, int]] = {}
@@ -111,7 +121,7 @@ class KVCache:
             arena.bias[row] = arena.bias[len(arena.sequences)]
             arena.sequences[row] = last
             self._home[last] = (arena, row)
-        elif not arena.sequences:
+        elif not arena.sequences and sum(a.capacity for a in self.arenas) > 2 * self._max_tokens:
             arena.release()
 
     def batch(self) -> tuple[list[Sequence], torch.Tensor, list[Group]]:

@@ -27,7 +27,10 @@ _Attend = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 class Layer:
-    """The fused tensors of one block. Linear weights are (out, in); absent biases are None."""
+    """The fused tensors of one block. Absent biases are None.
+
+    Linear weights are (in, out), the transpose of Hugging Face's: on a CPU that halves the time of small products.
+    """
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         def empty(*shape: int) -> torch.Tensor:
@@ -36,15 +39,15 @@ class Layer:
         rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
         self.input_norm = empty(spec.hidden)
         self.post_norm = empty(spec.hidden)
-        self.qkv = empty(rows, spec.hidden)
+        self.qkv = empty(spec.hidden, rows)
         self.qkv_bias = empty(rows) if spec.qkv_bias else None
         # One row of weights a head, so that the norms of q and k are one operation.
         self.qk_norm = empty(spec.heads + spec.kv_heads, spec.head_dim) if spec.qk_norm else None
-        self.out = empty(spec.hidden, spec.heads * spec.head_dim)
+        self.out = empty(spec.heads * spec.head_dim, spec.hidden)
         self.out_bias = empty(spec.hidden) if spec.out_bias else None
-        self.gate_up = empty(2 * spec.intermediate, spec.hidden)
+        self.gate_up = empty(spec.hidden, 2 * spec.intermediate)
         self.gate_up_bias = empty(2 * spec.intermediate) if spec.mlp_bias else None
-        self.down = empty(spec.hidden, spec.intermediate)
+        self.down = empty(spec.intermediate, spec.hidden)
         self.down_bias = empty(spec.hidden) if spec.mlp_bias else None
 
 
@@ -143,21 +146,22 @@ class Model:
         spec = self.spec
         eps, hidden, dim = spec.norm_eps, (spec.hidden,), (spec.head_dim,)
         rotated = spec.heads + spec.kv_heads
-        half = spec.head_dim // 2
+        half, width = spec.head_dim // 2, spec.intermediate
         x = self.embedding[tokens]
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         for index, layer in enumerate(self.layers):
             h = F.rms_norm(x, hidden, layer.input_norm, eps)
-            qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(len(x), -1, spec.head_dim)
+            qkv = _linear(h, layer.qkv, layer.qkv_bias).view(len(x), -1, spec.head_dim)
             qk = qkv[:, :rotated]
             if layer.qk_norm is not None:
                 qk = F.rms_norm(qk, dim, None, eps) * layer.qk_norm
             # sin carries the sign of the rotated half, so a roll replaces the usual split, negation and join.
             torch.addcmul(qk * cos, qk.roll(half, -1), sin, out=qkv[:, :rotated])
-            x = _add_linear(x, attend(index, qkv), layer.out, layer.out_bias)
+            _add_linear(x, attend(index, qkv), layer.out, layer.out_bias)
             h = F.rms_norm(x, hidden, layer.post_norm, eps)
-            gate, up = torch.split(F.linear(h, layer.gate_up, layer.gate_up_bias), spec.intermediate, 1)
-            x = _add_linear(x, F.silu(gate).mul_(up), layer.down, layer.down_bias)
+            h = _linear(h, layer.gate_up, layer.gate_up_bias)
+            h = F.silu(h[:, :width]).mul_(h[:, width:])
+            _add_linear(x, h, layer.down, layer.down_bias)
         return F.rms_norm(x, hidden, self.norm, eps)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -178,17 +182,17 @@ class Model:
             add(f"{base}input_layernorm.weight", layer.input_norm)
             add(f"{base}post_attention_layernorm.weight", layer.post_norm)
             for name, rows in (("q", slice(0, q)), ("k", slice(q, q + k)), ("v", slice(q + k, q + 2 * k))):
-                add(f"{base}self_attn.{name}_proj.weight", layer.qkv[rows])
+                add(f"{base}self_attn.{name}_proj.weight", layer.qkv.t()[rows])
                 add(f"{base}self_attn.{name}_proj.bias", _rows(layer.qkv_bias, rows))
             if layer.qk_norm is not None:
                 add(f"{base}self_attn.q_norm.weight", layer.qk_norm[: spec.heads], (spec.head_dim,))
                 add(f"{base}self_attn.k_norm.weight", layer.qk_norm[spec.heads :], (spec.head_dim,))
-            add(f"{base}self_attn.o_proj.weight", layer.out)
+            add(f"{base}self_attn.o_proj.weight", layer.out.t())
             add(f"{base}self_attn.o_proj.bias", layer.out_bias)
             for name, rows in (("gate", slice(0, spec.intermediate)), ("up", slice(spec.intermediate, None))):
-                add(f"{base}mlp.{name}_proj.weight", layer.gate_up[rows])
+                add(f"{base}mlp.{name}_proj.weight", layer.gate_up.t()[rows])
                 add(f"{base}mlp.{name}_proj.bias", _rows(layer.gate_up_bias, rows))
-            add(f"{base}mlp.down_proj.weight", layer.down)
+            add(f"{base}mlp.down_proj.weight", layer.down.t())
             add(f"{base}mlp.down_proj.bias", layer.down_bias)
         add("model.norm.weight", self.norm)
         if not spec.tied:
@@ -219,8 +223,11 @@ def _rows(bias: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
     return None if bias is None else bias[rows]
 
 
-def _add_linear(
-    residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    out = torch.addmm(residual, x, weight.t())
-    return out if bias is None else out.add_(bias)
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+
+
+def _add_linear(total: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    total.addmm_(x, weight)
+    if bias is not None:
+        total.add_(bias)

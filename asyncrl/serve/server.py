@@ -105,7 +105,13 @@ class Server:
         spec = model.spec
         self.engine = Engine(
             model,
-            KVCache(spec, context_length=limits.context_length, dtype=model.dtype, device=model.device),
+            KVCache(
+                spec,
+                context_length=limits.context_length,
+                max_tokens=limits.max_total_tokens,
+                dtype=model.dtype,
+                device=model.device,
+            ),
             Scheduler(max_running=limits.max_running_requests, max_tokens=limits.max_total_tokens),
             Sampler(seed, model.device),
             deliver=_deliver,
