@@ -1,0 +1,190 @@
+"""Packing is exact, chunking is exact, and what cannot be packed is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from asyncrl.train import model
+from asyncrl.train.attention import Layout
+
+TEMPERATURE = 0.7
+LENGTHS = [7, 1, 30, 12, 12, 29, 2]
+
+
+def one_by_one(lm: PreTrainedModel, rows: list[torch.Tensor]) -> torch.Tensor:
+    """Logprobs of each row's own tokens after its first, by transformers alone."""
+    parts = [
+        (lm(input_ids=row[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1).gather(-1, row[1:, None])[:, 0]
+        for row in rows
+    ]
+    return torch.cat(parts)
+
+
+def packed(policy: model.Policy, rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.cat(rows)
+    inner = torch.cat([torch.tensor([True] * (len(row) - 1) + [False]) for row in rows])
+    positions = inner.nonzero()[:, 0]
+    return policy(tokens, Layout([len(row) for row in rows], tokens.device), positions, tokens[positions + 1])
+
+
+@pytest.fixture
+def rows() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(64, (n,), generator=generator) for n in LENGTHS]
+
+
+def test_packed_logprobs_and_gradients_equal_those_of_single_sequences(
+    model_folder: Path, rows: list[torch.Tensor]
+) -> None:
+    lm = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    expected = one_by_one(lm, rows)
+    policy = model.load(str(model_folder), TEMPERATURE)
+    got, _ = packed(policy, rows)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+    pull = torch.linspace(-1, 1, len(got))
+    (expected * pull).sum().backward()
+    (got * pull).sum().backward()
+    wanted = dict(lm.named_parameters())
+    for name, parameter in model.named_parameters(policy):
+        torch.testing.assert_close(parameter.grad, wanted[name].grad, rtol=1e-4, atol=1e-5)
+
+
+def test_no_sequence_sees_another(model_folder: Path, rows: list[torch.Tensor]) -> None:
+    policy = model.load(str(model_folder), TEMPERATURE)
+    with torch.no_grad():
+        before, _ = packed(policy, rows)
+        changed = [*rows[:3], (rows[3] + 1) % 64, *rows[4:]]
+        after, _ = packed(policy, changed)
+    start = sum(n - 1 for n in LENGTHS[:3])
+    inside = slice(start, start + LENGTHS[3] - 1)
+    moved = (before - after).abs()
+    assert moved[inside].min() > 1e-4
+    moved[inside] = 0
+    assert moved.max() < 1e-5
+
+
+def test_logits_in_chunks_equal_logits_at_once(
+    model_folder: Path, rows: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = model.load(str(model_folder), TEMPERATURE)
+    got, entropy = packed(policy, rows)
+    got.sum().backward()
+    gradients = [p.grad.clone() for p in policy.parameters() if p.grad is not None]
+    policy.zero_grad()
+    monkeypatch.setattr(model, "LOGIT_ELEMENTS", 64 * 5)
+    chunked, chunked_entropy = packed(policy, rows)
+    chunked.sum().backward()
+    torch.testing.assert_close(chunked, got)
+    torch.testing.assert_close(chunked_entropy, entropy)
+    for parameter, gradient in zip(policy.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_entropy_is_that_of_the_tempered_distribution(model_folder: Path, rows: list[torch.Tensor]) -> None:
+    policy = model.load(str(model_folder), TEMPERATURE)
+    with torch.no_grad():
+        _, entropy = packed(policy, rows[:1])
+        lm = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+        logits = lm(input_ids=rows[0][None]).logits[0, :-1] / TEMPERATURE
+    torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=logits).entropy())
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20))
+def test_a_layout_leads_every_token_into_its_block_and_back(lengths: list[int]) -> None:
+    layout = Layout(lengths, torch.device("cpu"))
+    row = torch.arange(sum(lengths))
+    blocks = torch.cat([row[index] for index, _, _ in layout.blocks])
+    assert torch.equal(blocks[layout.inverse], row)
+    assert layout.positions[0].tolist() == [p for n in lengths for p in range(n)]
+    assert len(blocks) <= 1.25 * len(row)
+
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def save(lm: PreTrainedModel, folder: Path) -> str:
+    lm.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_sliding_window_is_kept(tmp_path: Path, rows: list[torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    config = MistralConfig(
+        **SMALL, intermediate_size=32, num_key_value_heads=1, sliding_window=4, initializer_range=0.3
+    )
+    lm = MistralForCausalLM(config)
+    expected = one_by_one(lm, rows)
+    got, _ = packed(model.load(save(lm, tmp_path), TEMPERATURE), rows)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+def test_experts_leave_under_the_names_that_save_pretrained_writes(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        **SMALL,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    lm = Qwen3MoeForCausalLM(config)
+    policy = model.load(save(lm, tmp_path), 1.0)
+    weights = model.manifest(policy, 0, torch.float32)
+    gathered: dict[str, torch.Tensor] = {}
+    for bucket in model.gather(policy, weights, torch.float32, 4096, keep=True):
+        gathered |= bucket
+    from safetensors.torch import load_file
+
+    written = load_file(tmp_path / "model.safetensors")
+    assert [t.name for t in weights.tensors] == list(gathered)
+    assert gathered.keys() == written.keys()
+    for name, tensor in written.items():
+        assert torch.equal(gathered[name], tensor)
+
+
+@pytest.mark.parametrize(
+    "lm",
+    [
+        # positions are a bias between the keys of a whole row
+        BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2)),
+        # a soft cap on the logits
+        Gemma2ForCausalLM(
+            Gemma2Config(
+                **SMALL, intermediate_size=32, num_key_value_heads=1, head_dim=16, final_logit_softcapping=0.01
+            )
+        ),
+    ],
+    ids=["bloom", "gemma2"],
+)
+def test_a_model_that_packing_would_change_is_refused_in_one_line(lm: PreTrainedModel, tmp_path: Path) -> None:
+    with pytest.raises(model.ModelError, match=type(lm).__name__) as caught:
+        model.load(save(lm, tmp_path), 1.0)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_a_model_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(model.ModelError, match=r"model\.path: .* is not a Hugging Face model folder"):
+        model.load(str(tmp_path / "nowhere"), 1.0)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(model.ModelError, match=r"model\.path: cannot load") as caught:
+        model.load(str(tmp_path), 1.0)
+    assert "\n" not in str(caught.value)
