@@ -246,15 +246,19 @@ def load(path: str | Path, *, files: Sequence[str | Path] = (), overrides: Seque
     merged: dict[str, Any] = {}
     for layer in layers:
         merged = _merge(merged, layer)
-    preset = merged.get("preset", Recipe().preset)
+    folder = file.resolve().parent
+    return _resolve_paths(load_table(_merge({"name": folder.name}, merged)), folder)
+
+
+def load_table(table: Mapping[str, Any]) -> Recipe:
+    """The recipe that a table of the same shape as the TOML gives, on top of its preset, checked. ``RecipeError``."""
+    preset = table.get("preset", Recipe().preset)
     if preset not in PRESETS:
         raise RecipeError(f"preset: unknown {preset!r}; known are {', '.join(PRESETS)}")
-    merged = _merge(_merge({"name": file.resolve().parent.name}, PRESETS[preset]), merged)
     try:
-        recipe = msgspec.convert(merged, Recipe)
+        recipe = msgspec.convert(_merge(PRESETS[preset], table), Recipe)
     except msgspec.ValidationError as error:
         raise RecipeError(_explain(error)) from None
-    recipe = _resolve_paths(recipe, file.resolve().parent)
     check(recipe)
     return recipe
 

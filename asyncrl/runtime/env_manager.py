@@ -127,6 +127,7 @@ class EpisodePlayer:
             [completion] = await self._generate(dialogue, v_traj, sampling, 1, home, on_running)
             step, gained = await self._step(task, env, dialogue, completion, turn)
             reward, home, turn = reward + gained, completion.server, turn + 1
+            v_traj = max(v_traj, completion.versions[-1])  # later turns never go back behind this one
             if step.done or turn == self._limits.max_turns:
                 return _ended(dialogue, reward, completion.finish_reason, step)
             _observe(dialogue, "step", step.observation)

@@ -262,6 +262,9 @@ class LLMProxy:
         try:
             async for chunk in instance.engine.generate(request):
                 reply = replies[chunk.index]
+                oldest = reply.versions[-1] if reply.versions else prompt.v_traj
+                if chunk.versions and chunk.versions[0] < oldest:  # restarted behind our back, with its first weights
+                    raise EngineError(f"{instance.name}: samples from version {chunk.versions[0]}, not {oldest}")
                 reply.output_ids.extend(chunk.output_ids)
                 reply.logprobs.extend(chunk.logprobs)
                 reply.versions.extend(chunk.versions)

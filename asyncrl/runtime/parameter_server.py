@@ -5,7 +5,7 @@
     restore()   brings a server that came back after a failure to the current version; used by LLMProxy.watch.
 
 Both hold one lock, so a version is never delivered while another is on its way. A server that fails while it loads is
-marked down and the rest go on; only the trainer's failure, or no server at all, ends the run.
+marked down and the rest go on; only the trainer's failure ends the run at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import asyncio
 from typing import Literal
 
 from asyncrl.ports import EngineError, Observer, WeightTransport
-from asyncrl.runtime.llm_proxy import FleetDown, Instance, LLMProxy
+from asyncrl.runtime.llm_proxy import Instance, LLMProxy
 
 
 class ParameterServer:
@@ -44,25 +44,23 @@ class ParameterServer:
         return self._version
 
     async def publish(self, version: int) -> None:
-        """Every server that is up holds ``version`` when this returns. Raises ``FleetDown`` if none could load it."""
+        """Every server that is up holds ``version`` when this returns. With none up it waits for one to come back
+        (``LLMProxy.watch`` ends the run when that takes too long)."""
         loop = asyncio.get_running_loop()
-        await self._proxy.available.wait()
-        async with self._lock:
-            await self._connect([i for i in self._proxy.instances if i.up])
-            started = loop.time()
-            await self._transport.prepare(version)
-            self._observer.span("controller", "prepare weights", started, loop.time(), {"version": version})
-            paused = await self._proxy.suspend(self._running)
-            suspended = loop.time()
-            loaded = await self._deliver(paused, version)
-            if not loaded:
-                raise FleetDown(f"no inference server could load version {version}")
-            for instance in loaded:
-                self._proxy.set_version(instance, version)
-                self._observer.span(instance.name, "update", suspended, loop.time(), {"version": version})
-            self._version = version
-            await self._proxy.resume()
-            self._observer.span("controller", "suspended", suspended, loop.time(), {"version": version})
+        started = loop.time()
+        await self._transport.prepare(version)
+        self._observer.span("controller", "prepare weights", started, loop.time(), {"version": version})
+        while version > self._version:
+            await self._proxy.available.wait()
+            async with self._lock:
+                paused = await self._proxy.suspend(self._running)
+                suspended = loop.time()
+                for instance in await self._deliver(paused, version):
+                    self._proxy.set_version(instance, version)
+                    self._observer.span(instance.name, "update", suspended, loop.time(), {"version": version})
+                    self._version = version
+                await self._proxy.resume()
+                self._observer.span("controller", "suspended", suspended, loop.time(), {"version": version})
 
     async def restore(self, instance: Instance) -> None:
         """A failed server answers again. If it restarted it has old weights: it is used only once it is verified."""
@@ -88,20 +86,21 @@ class ParameterServer:
             try:
                 await self._connect(instances)
                 await self._transport.deliver([i.engine for i in instances], version)
-            except* EngineError as failures:
+                return instances
+            except EngineError as error:
                 for instance in instances:
                     if not await instance.engine.health():
-                        self._proxy.mark_down(instance, failures.exceptions[0])
-                alive = [i for i in instances if i.up]
-                if len(alive) == len(instances):
-                    raise
-                instances = alive
-            else:
-                return instances
+                        self._proxy.mark_down(instance, error)
+            alive = [i for i in instances if i.up]
+            if len(alive) == len(instances):  # none is dead, so trying again would only loop
+                for instance in alive:
+                    self._proxy.mark_down(instance, EngineError(f"{instance.name}: did not load version {version}"))
+                return []
+            instances = alive
         return []
 
     async def _connect(self, instances: list[Instance]) -> None:
         names = sorted(i.name for i in instances)
-        if names and names != self._connected:
+        if names != self._connected:
             await self._transport.connect([i.engine for i in instances])
             self._connected = names

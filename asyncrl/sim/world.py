@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from asyncrl.core.types import Batch
 from asyncrl.env import Action, Env, Step, Task
-from asyncrl.ports import Engine, StepResult, TrainerError
+from asyncrl.ports import Engine, EngineError, StepResult, TrainerError
 from asyncrl.sim.engine import GENERATED
 
 T = TypeVar("T")
@@ -84,9 +84,19 @@ class SimTransport:
         await asyncio.sleep(self._prepare_s)
 
     async def deliver(self, engines: Sequence[Engine], version: int) -> None:
+        failures: list[EngineError] = []
+
+        async def load(engine: Engine) -> None:
+            try:
+                await engine.load_from_disk(f"version {version}", version)
+            except EngineError as error:
+                failures.append(error)
+
         async with asyncio.TaskGroup() as group:
             for engine in engines:
-                group.create_task(engine.load_from_disk(f"version {version}", version))
+                group.create_task(load(engine))
+        if failures:
+            raise failures[0]
 
     async def close(self) -> None:
         await asyncio.sleep(0)

@@ -3,9 +3,10 @@
 Let B be groups a batch, n the step to be trained next (the version of the weights before it), v ≤ n the version on the
 servers when a group starts (its V_traj), R the redundant groups allowed. Two rules:
 
-* Admission. A group may start on version v iff  C + L < ⌊(v + 1 + α)·B⌋ + R,  where C = n·B groups were consumed and
-  L are live (started, neither consumed nor released). With v = n and R = 0: L < (1+α)·B, the paper's bound on the
-  buffer. A released group gives its place back, so exactly what was filtered is refilled.
+* Admission. A group may start on version v iff  C + L < ⌊(v + 1 + α)·B⌋ + R  and  v + ⌈α⌉ ≥ n,  where C = n·B groups
+  were consumed and L are live (started, neither consumed nor released). With v = n and R = 0: L < (1+α)·B, the paper's
+  bound on the buffer. The second condition follows from the first where R = 0; redundant places must not let a group
+  in whose deadline has passed. A released group gives its place back, so exactly what was filtered is refilled.
 * Consumption. A group has the deadline d = v + ⌈α⌉. Step n takes B occupied groups, earliest deadline first, then
   in order of completion; it waits while more than R *unfinished* groups have a deadline ≤ n.
 
@@ -65,7 +66,7 @@ class InflightCap:
 
     def admits(self, version: int) -> bool:
         limit = math.floor((version + 1 + self._alpha) * self._batch) + self._redundant
-        return self._step * self._batch + self.live < limit
+        return self._step * self._batch + self.live < limit and version + self._slack >= self._step
 
     def reserve(self, group_id: int, version: int) -> None:
         if version > self._step:

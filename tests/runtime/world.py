@@ -1,0 +1,175 @@
+"""Small worlds on virtual time for the runtime's tests."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from asyncrl.build.virtual import Simulation, simulated
+from asyncrl.config import Recipe, load_table
+from asyncrl.core.ledger import FINAL
+from asyncrl.env import Env
+from asyncrl.ports import EngineInfo
+from asyncrl.runtime.llm_proxy import LLMProxy
+from asyncrl.sim.engine import SimEngine
+from asyncrl.sim.loop import VirtualLoop, run
+from asyncrl.sim.trace import TraceRecorder
+from asyncrl.sim.world import SimEnv
+
+T = TypeVar("T")
+
+SMALL: dict[str, Any] = {
+    "env": {"max_turns": 2, "failure_window": 1000, "max_failure_rate": 1.0},
+    "rollout": {"batch_groups": 3, "group_size": 2, "num_envs": 8, "max_new_tokens": 60, "max_tokens": 400},
+    "engine": {"count": 2, "max_running_requests": 3, "max_total_tokens": 1000, "stream_interval": 8},
+    "run": {"steps": 4},
+}
+
+
+def recipe(**tables: Any) -> Recipe:
+    """``SMALL`` with whole tables updated: ``recipe(staleness={"bound": 2})``. Checked like a user's."""
+    merged = {name: dict(value) for name, value in SMALL.items()}
+    for name, value in tables.items():
+        merged[name] = {**merged.get(name, {}), **value} if isinstance(value, dict) else value
+    return load_table(merged)
+
+
+def random_recipe(seed: int) -> Recipe:
+    """A small recipe whose settings are drawn from the seed."""
+    rng = random.Random(f"recipe {seed}")
+    replicate = rng.random() < 0.7
+    group_size = rng.randint(2, 4)
+    return recipe(
+        seed=seed,
+        staleness={"bound": rng.choice([0, 0, 0.5, 1, 1, 1.5, 2, 3])},
+        update={"running": rng.choice(["interrupt", "interrupt", "drain"])},
+        env={"max_turns": rng.randint(1, 4) if replicate else 1, "retries": rng.randint(0, 2)},
+        rollout={
+            "batch_groups": rng.randint(1, 4),
+            "group_size": group_size,
+            "num_envs": rng.randint(1, 12),
+            "expand_num_return_sequences": replicate,
+            "filter_zero_variance": rng.random() < 0.4,
+            "max_additional_running_prompts": rng.choice([0, 0, 1, 3]),
+        },
+        engine={
+            "count": rng.randint(1, 3),
+            "max_running_requests": rng.randint(group_size, 8),
+            "stream_interval": rng.choice([0, 1, 8]),
+            "routing": rng.choice(["least_loaded", "prefix_affine"]),
+        },
+    )
+
+
+class ClosingEnv(SimEnv):
+    """Counts environments that are open."""
+
+    open = 0
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        type(self).open += 1
+
+    async def close(self) -> None:
+        type(self).open -= 1
+
+
+def env_of(seed: int, turns: int) -> Callable[[random.Random], Env]:
+    rng = random.Random(f"env {seed}")
+    crash, slow = rng.choice([0.0, 0.0, 0.1]), rng.choice([0.0, 0.5, 5.0])
+    ClosingEnv.open = 0
+    return lambda r: ClosingEnv(rng=r, turns=turns, crash=crash, latency=lambda g: g.random() * slow)
+
+
+def play(settings: Recipe, during: Callable[[Simulation], Coroutine[Any, Any, None]] | None = None) -> Simulation:
+    """The whole run on virtual time. ``during`` runs beside it (faults), and is cancelled with it."""
+
+    async def main() -> Simulation:
+        simulation: list[Simulation] = []
+
+        async def disturb() -> None:
+            if during is not None:
+                await during(simulation[0])
+            await asyncio.get_running_loop().create_future()
+
+        env = env_of(settings.seed, settings.env.max_turns)
+        simulation.append(await simulated(settings, env=env, services=[disturb]))
+        await simulation[0].run.controller.run()
+        return simulation[0]
+
+    return run(main(), limit=1e6)
+
+
+def check_laws(settings: Recipe, simulation: Simulation) -> None:
+    """What every finished run must satisfy, whatever happened in it."""
+    ledger, bound = simulation.run.buffer.ledger, settings.staleness.bound
+    ledger.check_balanced()
+    batches = simulation.trainer.batches
+    assert [b.step for b in batches] == list(range(settings.run.steps))
+    consumed = [t.id for b in batches for t in b.trajectories]
+    assert len(consumed) == len(set(consumed)) == ledger.counts()["consumed"]
+    for batch in batches:
+        assert len(batch.groups) == settings.rollout.batch_groups
+        assert all(0 <= s <= -(-bound // 1) for s in batch.staleness)
+        for t in batch.trajectories:
+            versions = [v for v, mask in zip(t.versions, t.loss_mask, strict=True) if mask]
+            assert versions == sorted(versions), "a version goes backwards within a trajectory"
+            assert t.v_traj <= versions[0] and versions[-1] <= batch.step
+            assert all(v == -1 for v, mask in zip(t.versions, t.loss_mask, strict=True) if not mask)
+            assert len(t.tokens) <= settings.rollout.max_tokens
+        if settings.rollout.filter_zero_variance:
+            assert all(len(set(g.rewards)) > 1 for g in batch.groups)
+    ended = [e for e in simulation.trace.events if e[0] == "trajectory"]
+    assert len({e[1] for e in ended}) == len(ended), "a trajectory was reported twice"
+    assert {e[2] for e in ended} <= {str(s) for s in FINAL}
+    assert ClosingEnv.open == 0, "an environment was not closed"
+
+
+async def proxy_over(*engines: SimEngine, **kwargs: Any) -> LLMProxy:
+    """An LLMProxy over simulated servers, least loaded first."""
+    from asyncrl.core.policy.routing import least_loaded
+
+    proxy = LLMProxy(route=least_loaded, observer=TraceRecorder(), context_length=1000, **kwargs)
+    for engine in engines:
+        info: EngineInfo = await engine.connect()
+        proxy.add(engine, info)
+    return proxy
+
+
+def sim_engine(name: str = "server 0", *, length: int = 20, seed: int = 0, **kwargs: Any) -> SimEngine:
+    return SimEngine(name, rng=random.Random(seed), lengths=lambda rng: length, load_s=0.1, **kwargs)
+
+
+class CancellingLoop(VirtualLoop):
+    """Cancels the main task at the loop's ``cancel_at``-th turn, so that a sweep cancels at every await."""
+
+    cancel_at = 0
+    main: asyncio.Task[Any] | None = None
+    turns = 0
+
+    def _run_once(self) -> None:
+        self.turns += 1
+        if self.turns >= self.cancel_at and self.main is not None:
+            self.main.cancel()
+            self.main = None
+        super()._run_once()
+
+
+def cancelled_at(turn: int, main: Coroutine[Any, Any, T]) -> bool:
+    """Run ``main`` and cancel it at the loop's ``turn``-th turn; False if it ended before."""
+    loop = CancellingLoop()
+    loop.cancel_at = turn
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+
+        async def outer() -> bool:
+            loop.main = asyncio.current_task()
+            try:
+                await main
+            except asyncio.CancelledError:
+                return True
+            was_cancelled, loop.main = loop.main is None, None
+            return was_cancelled
+
+        return runner.run(outer())
