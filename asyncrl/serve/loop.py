@@ -202,24 +202,21 @@ class Engine:
             self._post(self._on_crash, error)
 
     def _take_jobs(self) -> bool:
-        """Run the jobs that are due; wait for one when there is nothing to generate. False: stop."""
+        """Run the jobs that are due; wait for one while there is nothing to generate. False: stop."""
         while True:
-            blocking = not self._busy()
-            if blocking:
-                self._publish_load()
-                self._hand_over()
             try:
-                while True:
-                    job = self._inbox.get(block=blocking)
-                    if job is None:
-                        return False
+                while (job := self._inbox.get_nowait()) is not None:
                     self._deferred.append(job)
-                    blocking = False
+                return False
             except Empty:
                 pass
             self._run_due()
             if self._busy():
                 return True
+            job = self._inbox.get()
+            if job is None:
+                return False
+            self._deferred.append(job)
 
     def _busy(self) -> bool:
         s = self.scheduler
@@ -239,7 +236,9 @@ class Engine:
             except ServeError as error:
                 self._post(_fail, job.future, error)
             else:
-                self._hand_over()  # the chunks that a job caused come before its answer
+                # What a job caused is to be seen before its answer.
+                self._publish_load()
+                self._hand_over()
                 self._post(_resolve, job.future, result)
         self._deferred = waiting
         self.scheduler.holding = self._session or any(job.holds for job in waiting)

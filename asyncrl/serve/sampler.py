@@ -36,20 +36,12 @@ class Sampler:
         if len(greedy) == len(sequences):
             ids = logprobs.argmax(-1)
         else:
-            ids = self._draw(self._restrict(logprobs.exp(), sequences))
+            u = torch.rand((len(sequences), 1), generator=self._generator, device=self._device)
+            ids = invert(self._restrict(logprobs.exp(), sequences), u)
             if greedy:
                 ids[greedy] = logprobs[greedy].argmax(-1)
         chosen = logprobs.gather(1, ids[:, None])[:, 0]
         return ids.tolist(), chosen.tolist()
-
-    def _draw(self, weights: torch.Tensor) -> torch.Tensor:
-        """One column a row (n,), with probability proportional to weights (n, vocab) ≥ 0."""
-        cumulative = weights.cumsum(-1)
-        total = cumulative[:, -1:]
-        u = torch.rand(total.shape, generator=self._generator, device=self._device)
-        # Strictly below the total even after rounding, so that the first column beyond it always has weight.
-        threshold = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
-        return torch.searchsorted(cumulative, threshold, right=True)[:, 0]
 
     def _restrict(self, probs: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
         """Zero what top_k and top_p exclude, both judged on the whole distribution, as SGLang does."""
@@ -65,3 +57,15 @@ class Sampler:
         ranked[before > top_p[:, None]] = 0.0
         probs[rows] = torch.zeros_like(ranked).scatter_(1, order, ranked)
         return probs
+
+
+def invert(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """The column (n,) of each row at which the cumulative weight passes share u (n, 1), 0 ≤ u ≤ 1, of the whole.
+
+    Weights (n, vocab) are ≥ 0; a column with weight 0 is never taken.
+    """
+    cumulative = weights.cumsum(-1)
+    total = cumulative[:, -1:]
+    # Strictly below the total even after rounding, so that the first column beyond it always has weight.
+    threshold = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, threshold, right=True)[:, 0]

@@ -32,8 +32,6 @@ from asyncrl.serve.weights import UpdateGroups, read_folder
 from asyncrl.wire import (
     AbortReq,
     InitGroupReq,
-    Load,
-    LoadsReply,
     PauseReq,
     SamplingParams,
     StatusReply,
@@ -173,9 +171,11 @@ class Server:
             self._live.discard(rid)
             ordered = [replies[i] for i in range(len(sequences))]
             return _json(ordered[0] if body.sampling_params.n == 1 else ordered)
+        except ConnectionResetError:  # the client went away in the middle of a write
+            return web.Response()
         finally:
             self._live.discard(rid)
-            if any(s.finish is None for s in sequences):  # the client went away
+            if any(s.finish is None for s in sequences):  # nobody reads the rest
                 self.engine.abort(mine.__contains__)
 
     async def _stream(
@@ -332,14 +332,16 @@ class Server:
 
     async def _loads(self, request: web.Request) -> web.Response:
         now = self.engine.load
-        load = Load(
-            num_running_reqs=now.running,
-            num_waiting_reqs=now.waiting,
-            num_used_tokens=now.used_tokens,
-            max_total_num_tokens=self._limits.max_total_tokens,
-            gen_throughput=now.throughput,
-        )
-        return _json({"version": package_version("asyncrl"), "loads": LoadsReply(loads=[load]).loads})
+        load = {
+            "num_running_reqs": now.running,
+            "num_waiting_reqs": now.waiting,
+            "num_used_tokens": now.used_tokens,
+            "num_total_tokens": now.used_tokens,
+            "max_total_num_tokens": self._limits.max_total_tokens,
+            "max_running_requests": self._limits.max_running_requests,
+            "gen_throughput": now.throughput,
+        }
+        return _json({"version": package_version("asyncrl"), "loads": [load]})
 
     async def _models(self, request: web.Request) -> web.Response:
         model = {"id": self._served_name, "object": "model", "owned_by": "asyncrl", "root": self._model_path,
