@@ -8,7 +8,7 @@ Owns the requests of this client that are on the server, by their ids. Each is o
 
 What the server is known to do, and what this client does about it:
 
-* It aborts by prefix of the id, so the ids sent end in a mark (``.``) that makes none the prefix of another. They also
+* It aborts by prefix of the id, so the ids sent end in a mark (``#``) that makes none the prefix of another. They also
   hold the number of the attempt, as a repeated request may meet its first copy, which the server refuses.
 * It forgets an abort that overtakes its request, or that meets one held by a pause. ``abort`` therefore makes sure of
   a request that has brought nothing yet, and in the end drops its connection, which the server notices by itself.
@@ -149,17 +149,15 @@ class SGLangEngine:
                 f"serves a {model.model_type} model ({model.model_path}), the recipe trains a {self._model_type}; "
                 "start it with the recipe's model.path"
             )
-        context_length = server.context_length or 0
-        if server.max_req_input_len is not None:
-            # SGLang keeps some tokens of the context for itself: it refuses longer prompts, and cuts the length limit
-            # of a request that comes within 2 tokens of the context without saying so.
-            context_length = server.max_req_input_len + 1
+        # SGLang keeps some tokens of the context for itself: it refuses prompts of max_req_input_len or more, and cuts
+        # the length limit of a request that comes within 2 tokens of the context without saying so.
+        limits = [limit for limit in (server.context_length, server.max_req_input_len) if limit is not None]
         return EngineInfo(
             name=self.name,
             version=self._version(model.weight_version),
             max_running_requests=server.max_running_requests or self._config.max_running_requests,
             max_total_tokens=server.max_total_num_tokens or self._config.max_total_tokens,
-            context_length=context_length,
+            context_length=min(limits, default=0),
         )
 
     async def health(self) -> bool:
@@ -239,7 +237,7 @@ class SGLangEngine:
         sent = failed = 0
         fresh = False
         while True:
-            live.rid = f"{request.rid}.{sent}."
+            live.rid = f"{request.rid}#{sent}#"
             sent += 1
             try:
                 session = self._http.session(fresh=fresh)
@@ -341,13 +339,13 @@ class SGLangEngine:
     def _read(self, live: _Live, reply: wire.GenerateReply) -> Chunk | None:
         if reply.error is not None:
             raise self._http.refused_in_stream(reply.error.code, reply.error.message)
+        finish = reply.meta_info.finish_reason
+        if finish is not None and finish.status_code is not None:
+            raise self._http.refused_in_stream(finish.status_code, finish.message or "aborted by the server")
         try:
             chunk = live.reader.read(reply)
         except BadReply as error:
             raise self._http.error(f"/generate contradicts itself: {error}") from None
-        finish = reply.meta_info.finish_reason
-        if finish is not None and finish.status_code is not None:
-            raise self._http.refused_in_stream(finish.status_code, finish.message or "aborted by the server")
         live.progress.set()
         return chunk
 

