@@ -113,7 +113,7 @@ class AsyncController:
         got = loop.time()
         result = await self._trainer.train_step(batch, self._advantages(batch))
         trained = loop.time()
-        self._observer.span("trainer", "train", got, trained, {"step": step})
+        self._observer.span("trainer", "train", got, trained, {"version": step})
         await self._parameters.publish(result.version)
         self._buffer.set_version(result.version)
         ended = loop.time()

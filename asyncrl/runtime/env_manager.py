@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from asyncrl.core.ledger import State
 from asyncrl.core.types import Record, Task, Trajectory, Turn, flatten
@@ -23,6 +24,7 @@ from asyncrl.runtime.llm_proxy import Completion, LLMProxy, Prompt
 from asyncrl.runtime.reward import Scorer, checked_reward
 from asyncrl.runtime.sample_buffer import Lease, SampleBuffer
 from asyncrl.runtime.user_code import EpisodeFailed, FailureWindow, user_call
+from asyncrl.shield import to_the_end
 
 
 class EpisodeLimits(Record, frozen=True, kw_only=True):
@@ -94,8 +96,7 @@ class EpisodePlayer:
                 episodes.append(_ended(dialogue, reward, completion.finish_reason, step))
             return episodes
         finally:
-            for env in envs:
-                await self._close(env)
+            await self._close(envs)
 
     async def _begin(self, task: Task, envs: list[Env]) -> Conversation:
         """A new environment, appended to ``envs``, and the dialogue that its reset opens."""
@@ -167,13 +168,23 @@ class EpisodePlayer:
             reward += await self._scorer.score(task, action)
         return step, reward
 
-    async def _close(self, env: Env) -> None:
-        """Close within the deadline; a failing close loses nothing, since the episode is over."""
-        try:
-            async with user_call("close", self._limits.close_timeout_s):
-                await env.close()
-        except EpisodeFailed:
+    async def _close(self, envs: Sequence[Env]) -> None:
+        """Close all within the deadline, also when cancelled; a failing close loses nothing: the episode is over."""
+        open_envs = [env for env in envs if type(env).close is not Env.close]
+        if not open_envs:
             return
+
+        async def close(env: Env) -> None:
+            with suppress(EpisodeFailed):
+                async with user_call("close", self._limits.close_timeout_s):
+                    await env.close()
+
+        async def close_all() -> None:
+            async with asyncio.TaskGroup() as group:
+                for env in open_envs:
+                    group.create_task(close(env))
+
+        await to_the_end(close_all(), self._limits.close_timeout_s + 1.0)
 
 
 def _ended(dialogue: Conversation, reward: float, finish_reason: str, step: Step) -> Episode:

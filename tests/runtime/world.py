@@ -173,3 +173,10 @@ def cancelled_at(turn: int, main: Coroutine[Any, Any, T]) -> bool:
             return was_cancelled
 
         return runner.run(outer())
+
+
+def aim(victim: asyncio.Task[Any]) -> None:
+    """Within ``cancelled_at``: cancel this task instead of the whole."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, CancellingLoop)
+    loop.main = victim

@@ -1,0 +1,264 @@
+"""Episodes: turns, limits, deadlines and the user's errors, played against a simulated server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from asyncrl.core.types import Task
+from asyncrl.env import Action, Env, Observation, Step
+from asyncrl.envs.single_turn import SingleTurn
+from asyncrl.runtime.env_manager import Episode, EpisodeLimits, EpisodePlayer
+from asyncrl.runtime.reward import Scorer
+from asyncrl.runtime.user_code import EpisodeFailed
+from asyncrl.sim.engine import GENERATED
+from asyncrl.sim.loop import run
+from asyncrl.sim.world import SimBlocking, SimTokenizer
+
+from .world import cancelled_at, proxy_over, sim_engine
+
+TASK = Task(id="t", data={"prompt": "ab", "answer": "x"})
+
+
+class Dialogue(Env):
+    """Three turns; remembers what it was given. ``open`` counts environments that were not closed."""
+
+    open = 0
+    seen: list[Action]
+
+    def __init__(self) -> None:
+        type(self).open += 1
+        self.seen = []
+
+    async def reset(self, task: Task) -> Observation | str:
+        await asyncio.sleep(0.1)
+        return "ab"
+
+    async def step(self, action: Action) -> Step:
+        await asyncio.sleep(0.1)
+        self.seen.append(action)
+        return Step(observation="cd", reward=0.5, done=len(self.seen) == 3, metrics={"turns": len(self.seen)})
+
+    async def close(self) -> None:
+        await asyncio.sleep(0.1)
+        type(self).open -= 1
+
+
+async def play(
+    make_env: Callable[[], Env] = Dialogue,
+    *,
+    n: int = 1,
+    length: int = 4,
+    reward: Any = None,
+    tokenizer: SimTokenizer | None = None,
+    **limits: Any,
+) -> list[Episode]:
+    import random
+
+    proxy = await proxy_over(sim_engine(length=length))
+    defaults: dict[str, Any] = {
+        "max_turns": 5,
+        "max_new_tokens": 50,
+        "max_tokens": 200,
+        "reset_timeout_s": 5,
+        "step_timeout_s": 5,
+    }
+    blocking = SimBlocking(rng=random.Random(0))
+    player = EpisodePlayer(
+        make_env=make_env,
+        scorer=None if reward is None else Scorer(reward, blocking=blocking, timeout_s=5),
+        proxy=proxy,
+        tokenizer=tokenizer or SimTokenizer(),
+        limits=EpisodeLimits(**{**defaults, **limits}),
+    )
+    try:
+        return await player.play(TASK, v_traj=0, n=n)
+    finally:
+        assert all(i.running == 0 for i in proxy.instances)
+
+
+def failure(make_env: Callable[[], Env] = Dialogue, **kwargs: Any) -> str:
+    Dialogue.open = 0
+    with pytest.raises(EpisodeFailed) as caught:
+        run(play(make_env, **kwargs))
+    assert Dialogue.open == 0
+    return str(caught.value)
+
+
+def test_a_dialogue_is_appended_turn_by_turn() -> None:
+    [episode] = run(play())
+    generated = [GENERATED + r for r in (3, 2, 1, 0)]
+    assert [(list(t.prompt_ids), list(t.output_ids)) for t in episode.turns] == [
+        (list(b"ab"), generated),
+        (list(b"cd"), generated),
+        (list(b"cd"), generated),
+    ]
+    assert episode.reward == 1.5
+    assert episode.finish_reason == "stop"
+    assert episode.metrics == {"turns": 3}
+
+
+def test_the_turn_limit_ends_an_episode() -> None:
+    assert len(run(play(max_turns=2))[0].turns) == 2
+
+
+def test_the_token_limit_ends_an_episode_as_length() -> None:
+    [episode] = run(play(max_tokens=13))
+    assert [len(t.output_ids) for t in episode.turns] == [4, 4]  # 2 + 4 + 2 + 4 + 2: the third prompt does not fit
+    assert episode.finish_reason == "length"
+
+
+def test_a_generation_is_cut_to_what_fits() -> None:
+    [episode] = run(play(max_tokens=10, length=100))
+    assert len(episode.turns[0].output_ids) == 8
+    assert episode.turns[0].finish_reason == "length"
+
+
+def test_single_turn_work_is_judged_by_the_reward_function() -> None:
+    seen: list[tuple[str, str]] = []
+
+    def reward(task: Task, response: Action) -> float:
+        seen.append((task.data["answer"], response.finish_reason))
+        return 0.25
+
+    [episode] = run(play(SingleTurn, reward=reward))
+    assert (episode.reward, len(episode.turns), seen) == (0.25, 1, [("x", "stop")])
+
+
+def test_an_async_reward_runs_on_the_loop() -> None:
+    async def reward(task: Task, response: Action) -> float:
+        await asyncio.sleep(1)
+        return 1.0
+
+    assert run(play(SingleTurn, reward=reward))[0].reward == 1.0
+
+
+def test_a_group_in_one_request_gives_independent_episodes() -> None:
+    episodes = run(play(SingleTurn, n=3, reward=lambda task, response: 1.0))
+    assert len(episodes) == 3
+    assert all(e.reward == 1.0 and len(e.turns) == 1 for e in episodes)
+    assert len({id(e.turns) for e in episodes}) == 3
+
+
+def test_a_group_in_one_request_needs_one_prompt() -> None:
+    class Random(SingleTurn):
+        count = 0
+
+        async def reset(self, task: Task) -> Observation:
+            type(self).count += 1
+            return Observation(text=f"prompt {self.count}")
+
+    assert "expand_num_return_sequences" in failure(Random, n=2)
+
+
+class Broken(Dialogue):
+    """Misbehaves in the way that ``how`` says."""
+
+    how = ""
+
+    async def reset(self, task: Task) -> Observation | str:
+        match self.how:
+            case "reset raises":
+                raise KeyError("board")
+            case "reset hangs":
+                await asyncio.get_running_loop().create_future()
+            case "reset gives bytes":
+                return b"ab"  # type: ignore[return-value]
+            case "reset gives nothing":
+                return ""
+            case "prompt too long":
+                return "x" * 500
+            case "messages without template":
+                return Observation(messages=[{"role": "user", "content": "hi"}])
+        return "ab"
+
+    async def step(self, action: Action) -> Step:
+        match self.how:
+            case "step raises":
+                raise ValueError("no such move\nsecond line")
+            case "step hangs":
+                await asyncio.sleep(1e9)
+            case "step times out itself":
+                raise TimeoutError("judge")
+            case "step gives a tuple":
+                return (1, 2)  # type: ignore[return-value]
+            case "reward is nan":
+                return Step(reward=float("nan"))
+            case "reward is text":
+                return Step(reward="high")  # type: ignore[arg-type]
+        return await super().step(action)
+
+
+class NoTemplate(SimTokenizer):
+    def render(self, messages: Any, add_generation_prompt: bool) -> str:
+        raise ValueError("the model has no chat template; observations must be plain text")
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("reset raises", "reset: KeyError: 'board'"),
+        ("reset hangs", "reset: no answer within 5 s"),
+        ("reset gives bytes", "reset: gave bytes as observation; give text or an Observation"),
+        ("reset gives nothing", "reset: gave an empty first observation, so there is nothing to continue"),
+        ("prompt too long", "reset: the prompt has 500 tokens; raise rollout.max_tokens (200)"),
+        (
+            "messages without template",
+            "reset: the model has no chat template; observations must be plain text",
+        ),
+        ("step raises", "step: ValueError: no such move"),
+        ("step hangs", "step: no answer within 5 s"),
+        ("step times out itself", "step: TimeoutError: judge"),
+        ("step gives a tuple", "step: returned tuple; it must return asyncrl.Step"),
+        ("reward is nan", "step: gave nan as the reward; it must be finite"),
+        ("reward is text", "step: gave 'high' as the reward; it must be a number"),
+    ],
+)
+def test_each_misbehaviour_is_one_line_and_the_env_is_closed(how: str, message: str) -> None:
+    Broken.open, Broken.how = 0, how
+    with pytest.raises(EpisodeFailed) as caught:
+        run(play(Broken, tokenizer=NoTemplate()))
+    assert str(caught.value) == message
+    assert Broken.open == 0
+
+
+def test_a_constructor_that_raises_fails_the_reset() -> None:
+    class Unmade(Dialogue):
+        def __init__(self) -> None:
+            raise OSError("no display")
+
+    assert failure(Unmade) == "reset: OSError: no display"
+
+
+def test_a_close_that_raises_or_hangs_loses_nothing() -> None:
+    class Sticky(Dialogue):
+        async def close(self) -> None:
+            await asyncio.sleep(1e9)
+
+    class Rude(Dialogue):
+        async def close(self) -> None:
+            raise RuntimeError("already closed")
+
+    for env in (Sticky, Rude):
+        assert run(play(env))[0].reward == 1.5
+
+
+def test_the_first_traceback_of_user_code_is_kept() -> None:
+    Broken.open, Broken.how = 0, "step raises"
+    with pytest.raises(EpisodeFailed) as caught:
+        run(play(Broken))
+    assert "no such move" in caught.value.details and "Traceback" in caught.value.details
+
+
+def test_cancelling_an_episode_at_any_await_closes_its_env() -> None:
+    turn = 1
+    while True:
+        Dialogue.open = 0
+        if not cancelled_at(turn, play()):
+            break
+        assert Dialogue.open == 0
+        turn += 1
+    assert turn > 20

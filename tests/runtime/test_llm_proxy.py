@@ -1,0 +1,287 @@
+"""LLMProxy on virtual time: queue scheduling, interruption, failover, and books that survive every cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from asyncrl.ports import Chunk, EngineRejected
+from asyncrl.runtime.llm_proxy import MAX_FRUITLESS, Completion, FleetDown, LLMProxy, Prompt
+from asyncrl.sim.engine import GENERATED, SimEngine
+from asyncrl.sim.loop import run
+
+from .world import aim, cancelled_at, proxy_over, sim_engine
+
+
+def prompt(v_traj: int = 0, limit: int = 100, length: int = 10) -> Prompt:
+    return Prompt(ids=[1] * length, v_traj=v_traj, max_new_tokens=limit)
+
+
+def whole(completion: Completion, length: int) -> bool:
+    """All tokens of a response of ``length`` are there, once, in order."""
+    return completion.output_ids == [GENERATED + r for r in range(length - 1, -1, -1)]
+
+
+def books_are_empty(proxy: LLMProxy) -> bool:
+    return proxy.snapshot().waiting == 0 and all(i.running == 0 and i.tokens == 0 for i in proxy.instances)
+
+
+def test_a_free_server_takes_the_next_request_at_once() -> None:
+    """Queue scheduling: with one slot each, two servers finish five equal requests in three rounds."""
+
+    async def main() -> float:
+        proxy = await proxy_over(*(sim_engine(f"server {i}", max_running=1) for i in range(2)))
+        async with asyncio.TaskGroup() as group:
+            for _ in range(5):
+                group.create_task(proxy.generate(prompt()))
+        assert books_are_empty(proxy)
+        return asyncio.get_running_loop().time()
+
+    async def alone() -> float:
+        await (await proxy_over(sim_engine())).generate(prompt())
+        return asyncio.get_running_loop().time()
+
+    assert run(main()) == pytest.approx(3 * run(alone()))
+
+
+def test_the_oldest_trajectory_goes_first() -> None:
+    async def main() -> list[int]:
+        proxy = await proxy_over(sim_engine(max_running=1))
+        proxy.set_version(proxy.instances[0], 5)
+        proxy.instances[0].engine.version = 5  # type: ignore[attr-defined]
+        order: list[int] = []
+
+        async def one(v_traj: int) -> None:
+            await proxy.generate(prompt(v_traj))
+            order.append(v_traj)
+
+        async with asyncio.TaskGroup() as group:
+            for v_traj in (5, 3, 4, 1):
+                group.create_task(one(v_traj))
+        return order
+
+    assert run(main()) == [5, 1, 3, 4]  # the first found the server free
+
+
+def test_a_server_older_than_the_trajectory_is_never_used() -> None:
+    async def main() -> set[str]:
+        old, new = sim_engine("old"), sim_engine("new", max_running=1)
+        proxy = await proxy_over(old, new)
+        new.version = 2
+        proxy.set_version(proxy.instances[1], 2)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(proxy.generate(prompt(v_traj=2))) for _ in range(4)]
+        return {task.result()[0].server for task in tasks}
+
+    assert run(main()) == {"new"}
+
+
+def test_interrupted_requests_go_on_with_their_tokens_and_record_versions() -> None:
+    async def main() -> list[Completion]:
+        proxy = await proxy_over(*(sim_engine(f"server {i}", length=60) for i in range(2)))
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(proxy.generate(prompt())) for _ in range(6)]
+            await asyncio.sleep(0.3)
+            paused = await proxy.suspend("interrupt")
+            assert [i.name for i in paused] == ["server 0", "server 1"]
+            await asyncio.sleep(5)
+            assert proxy.snapshot().running == 0
+            for instance in paused:
+                instance.engine.version = 1  # type: ignore[attr-defined]
+                proxy.set_version(instance, 1)
+            await proxy.resume()
+        assert books_are_empty(proxy)
+        return [task.result()[0] for task in tasks]
+
+    for completion in run(main()):
+        assert whole(completion, 60)
+        assert completion.interruptions == 1
+        assert sorted(completion.versions) == completion.versions
+        assert set(completion.versions) == {0, 1}
+        assert len(completion.logprobs) == len(completion.versions) == 60
+
+
+def test_draining_lets_requests_end_and_starts_none() -> None:
+    async def main() -> None:
+        proxy = await proxy_over(sim_engine(length=50, max_running=2))
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(proxy.generate(prompt())) for _ in range(4)]
+            await asyncio.sleep(0.1)
+            await proxy.suspend("drain")
+            assert [t.done() for t in tasks] == [True, True, False, False]
+            assert proxy.snapshot().running == 0
+            await proxy.resume()
+        assert all(whole(t.result()[0], 50) and t.result()[0].interruptions == 0 for t in tasks)
+
+    run(main())
+
+
+@pytest.mark.parametrize("interval", [0, 7])
+def test_a_dying_server_costs_only_what_it_had_not_streamed(interval: int) -> None:
+    async def main() -> list[Completion]:
+        engines = [sim_engine(f"server {i}", length=80, stream_interval=interval) for i in range(2)]
+        proxy = await proxy_over(*engines)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(proxy.generate(prompt())) for _ in range(4)]
+            await asyncio.sleep(0.5)
+            engines[0].kill()
+        assert not proxy.instances[0].up
+        assert books_are_empty(proxy)
+        return [task.result()[0] for task in tasks]
+
+    for completion in run(main()):
+        assert whole(completion, 80)
+        assert completion.server == "server 1"
+
+
+def test_watch_uses_a_returned_server_only_after_it_was_restored() -> None:
+    async def main() -> None:
+        engine = sim_engine()
+        proxy = await proxy_over(engine, probe_s=1)
+        restored: list[float] = []
+
+        async def restore(instance: object) -> None:
+            restored.append(asyncio.get_running_loop().time())
+            await asyncio.sleep(3)
+            proxy.mark_up(proxy.instances[0])
+
+        proxy.on_return = restore  # type: ignore[assignment]
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(proxy.watch())
+            engine.kill()
+            task = group.create_task(proxy.generate(prompt()))
+            await asyncio.sleep(10)
+            assert not task.done() and not restored
+            engine.restart()
+            await task
+            watching.cancel()
+        assert len(restored) == 1
+        assert asyncio.get_running_loop().time() >= restored[0] + 3
+
+    run(main())
+
+
+def test_no_server_for_too_long_ends_the_run_with_the_last_error() -> None:
+    async def main() -> None:
+        engine = sim_engine()
+        proxy = await proxy_over(engine, probe_s=1, patience_s=30)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(proxy.watch())
+            group.create_task(proxy.generate(prompt()))
+            engine.kill()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run(main())
+    assert caught.group_contains(FleetDown, match="server 0: connection")
+
+
+def test_n_replies_of_one_request_survive_an_interruption() -> None:
+    async def main() -> list[Completion]:
+        lengths = iter([30, 60, 90])
+        engine = SimEngine("server 0", rng=random.Random(0), lengths=lambda rng: next(lengths))
+        proxy = await proxy_over(engine)
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(proxy.generate(prompt(), n=3))
+            await asyncio.sleep(0.5)
+            assert proxy.instances[0].running == 3
+            await proxy.suspend("interrupt")
+            await proxy.resume()
+        assert books_are_empty(proxy)
+        return task.result()
+
+    completions = run(main())
+    assert [whole(c, n) for c, n in zip(completions, (30, 60, 90), strict=True)] == [True] * 3
+    assert [c.interruptions for c in completions] == [0, 1, 1]
+
+
+def test_a_request_cut_at_its_last_token_ends_there() -> None:
+    async def main() -> None:
+        class CutAtLimit(SimEngine):
+            async def generate(self, request):  # type: ignore[no-untyped-def]
+                ids = list(range(request.max_new_tokens))
+                yield Chunk(output_ids=ids, logprobs=[0.0] * len(ids), versions=[0] * len(ids), finish_reason="abort")
+
+        proxy = await proxy_over(CutAtLimit("s", rng=random.Random(0), lengths=lambda rng: 1))
+        [completion] = await proxy.generate(prompt(limit=5))
+        assert completion.finish_reason == "length"
+        assert len(completion.output_ids) == 5
+
+    run(main())
+
+
+def test_a_server_that_aborts_everything_is_given_up() -> None:
+    class Aborting(SimEngine):
+        requests = 0
+
+        async def generate(self, request):  # type: ignore[no-untyped-def]
+            self.requests += 1
+            yield Chunk(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
+
+    async def main() -> int:
+        engine = Aborting("s", rng=random.Random(0), lengths=lambda rng: 1)
+        proxy = await proxy_over(engine)
+        with pytest.raises(EngineRejected, match="without a token"):
+            await proxy.generate(prompt())
+        assert books_are_empty(proxy)
+        return engine.requests
+
+    assert run(main()) == MAX_FRUITLESS
+
+
+def test_prompts_beyond_the_context_are_refused_with_the_key() -> None:
+    async def main() -> None:
+        proxy = await proxy_over(sim_engine())
+        for length, limit in ((1000, 1), (990, 50)):
+            with pytest.raises(EngineRejected, match=r"rollout\.max_tokens"):
+                await proxy.generate(prompt(length=length, limit=limit))
+
+    run(main())
+
+
+def test_a_version_never_goes_backwards() -> None:
+    async def main() -> None:
+        proxy = await proxy_over(sim_engine())
+        proxy.set_version(proxy.instances[0], 3)
+        with pytest.raises(ValueError, match="back from version 3 to 2"):
+            proxy.set_version(proxy.instances[0], 2)
+
+    run(main())
+
+
+def test_cancelling_a_request_at_any_await_frees_its_room() -> None:
+    """One victim among others that compete for two slots; after its end the others finish and the books are empty."""
+    turn, ended = 1, 0
+    while True:
+        proxies: list[LLMProxy] = []
+        finished: list[Completion] = []
+
+        async def main(proxies: list[LLMProxy] = proxies, finished: list[Completion] = finished) -> None:
+            nonlocal ended
+            proxy = await proxy_over(sim_engine(length=12, max_running=2, stream_interval=4))
+            proxies.append(proxy)
+
+            async def other() -> None:
+                finished.extend(await proxy.generate(prompt()))
+
+            async def disturb() -> None:
+                await asyncio.sleep(0.1)
+                await proxy.suspend("interrupt")
+                await asyncio.sleep(0.1)
+                await proxy.resume()
+
+            async with asyncio.TaskGroup() as group:
+                for work in (other, other, disturb):
+                    group.create_task(work())
+                aim(group.create_task(proxy.generate(prompt())))
+                group.create_task(other())
+            assert len(finished) == 3 and all(whole(c, 12) for c in finished)
+            ended += 1
+
+        hit = cancelled_at(turn, main())
+        assert not proxies or books_are_empty(proxies[0])
+        if not hit:
+            break
+        turn += 1
+    assert ended > 20, "the sweep must have cancelled the victim at many awaits while the others went on"

@@ -1,0 +1,252 @@
+"""SampleBuffer: admission, groups, filtering, retries, surplus, and leases under cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from asyncrl.core.ledger import State
+from asyncrl.core.staleness.base import StalenessViolation
+from asyncrl.core.staleness.inflight_cap import InflightCap
+from asyncrl.core.types import Task, Trajectory, flatten
+from asyncrl.runtime.sample_buffer import Lease, SampleBuffer
+from asyncrl.runtime.task_source import TaskSource
+from asyncrl.sim.loop import run
+from asyncrl.sim.trace import TraceRecorder
+
+from .world import aim, cancelled_at
+
+
+def make(batch: int = 2, group_size: int = 2, alpha: float = 0, redundant: int = 0, **kwargs: object) -> SampleBuffer:
+    return SampleBuffer(
+        control=InflightCap(batch=batch, alpha=alpha, redundant=redundant),
+        tasks=TaskSource([Task(id=f"t{i}", data={}) for i in range(100)], seed=0, shuffle=False),
+        group_size=group_size,
+        observer=TraceRecorder(),
+        **kwargs,  # type: ignore[arg-type]
+    )
+
+
+def put(buffer: SampleBuffer, lease: Lease, rewards: Sequence[float] = (0.0,)) -> None:
+    """Finish the lease's trajectories with these rewards."""
+    buffer.mark(lease, State.WAITING)
+    tokens, mask, logprobs, versions = flatten([])
+    for trajectory_id, index, reward in zip(lease.trajectory_ids, lease.indices, rewards, strict=True):
+        buffer.put(
+            lease,
+            Trajectory(
+                id=trajectory_id,
+                group_id=lease.group_id,
+                index=index,
+                task_id=lease.task.id,
+                v_traj=lease.v_traj,
+                tokens=tokens,
+                loss_mask=mask,
+                logprobs=logprobs,
+                versions=versions,
+                turns=1,
+                reward=reward,
+                finish_reason="stop",
+            ),
+        )
+
+
+async def leases(buffer: SampleBuffer, n: int) -> list[Lease]:
+    return [await asyncio.wait_for(buffer.lease(), 1) for _ in range(n)]
+
+
+async def blocked(buffer: SampleBuffer) -> bool:
+    try:
+        await asyncio.wait_for(buffer.lease(), 1)
+    except TimeoutError:
+        return True
+    return False
+
+
+def test_a_groups_episodes_are_handed_out_one_by_one_then_the_next_group() -> None:
+    async def main() -> None:
+        got = await leases(make(), 4)
+        assert [(lease.group_id, lease.indices, lease.task.id) for lease in got] == [
+            (0, (0,), "t0"),
+            (0, (1,), "t0"),
+            (1, (0,), "t1"),
+            (1, (1,), "t1"),
+        ]
+
+    run(main())
+
+
+def test_without_replication_a_lease_is_a_whole_group() -> None:
+    async def main() -> None:
+        buffer = make(replicate=False, group_size=3)
+        first, second = await leases(buffer, 2)
+        assert [first.indices, second.indices] == [(0, 1, 2), (0, 1, 2)]
+        put(buffer, first, (0.0, 1.0, 0.0))
+        put(buffer, second, (1.0, 1.0, 0.0))
+        assert [g.rewards for g in (await buffer.get_batch(0)).groups] == [[0.0, 1.0, 0.0], [1.0, 1.0, 0.0]]
+
+    run(main())
+
+
+def test_admission_waits_for_the_version_with_alpha_zero() -> None:
+    async def main() -> None:
+        buffer = make()
+        for lease in await leases(buffer, 4):
+            put(buffer, lease)
+        assert await blocked(buffer)
+        await buffer.get_batch(0)
+        assert await blocked(buffer)
+        buffer.set_version(1)
+        assert (await leases(buffer, 1))[0].v_traj == 1
+
+    run(main())
+
+
+def test_get_batch_wakes_at_the_last_occupy() -> None:
+    async def main() -> None:
+        buffer = make()
+        got = await leases(buffer, 4)
+        async with asyncio.TaskGroup() as group:
+            batch = group.create_task(buffer.get_batch(0))
+            for lease in got[:3]:
+                put(buffer, lease)
+                await asyncio.sleep(0)
+                assert not batch.done()
+            put(buffer, got[3])
+        assert [g.id for g in batch.result().groups] == [0, 1]
+        assert batch.result().staleness == [0, 0]
+
+    run(main())
+
+
+def test_zero_variance_groups_are_filtered_and_exactly_refilled() -> None:
+    async def main() -> None:
+        buffer = make(filter_zero_variance=True)
+        a, b, c, d = await leases(buffer, 4)
+        assert await blocked(buffer)
+        put(buffer, a, (1.0,))
+        put(buffer, b, (1.0,))
+        refill = await leases(buffer, 2)
+        assert [lease.group_id for lease in refill] == [2, 2]
+        assert await blocked(buffer)
+        for lease, reward in ((c, 1.0), (d, 0.0), (refill[0], 0.0), (refill[1], 1.0)):
+            put(buffer, lease, (reward,))
+        assert [g.id for g in (await buffer.get_batch(0)).groups] == [1, 2]
+        assert buffer.ledger.counts()["filtered"] == 2
+
+    run(main())
+
+
+def test_a_failed_episode_is_retried_in_its_place_then_its_group_is_given_up() -> None:
+    async def main() -> None:
+        buffer = make(batch=1, retries=1)
+        a, b = await leases(buffer, 2)
+        buffer.fail(a, "crash")
+        [again] = await leases(buffer, 1)
+        assert (again.group_id, again.indices, again.task.id) == (0, (0,), "t0")
+        assert again.trajectory_ids != a.trajectory_ids
+        interrupted: list[str] = []
+        b.on_revoke = lambda: interrupted.append(b.revoked)
+        buffer.fail(again, "crash")
+        assert interrupted == ["group failed"]
+        c, d = await leases(buffer, 2)
+        assert c.group_id == 1, "another task takes the place"
+        put(buffer, c)
+        put(buffer, d)
+        assert [g.id for g in (await buffer.get_batch(0)).groups] == [1]
+        buffer.ledger.check_balanced()
+        assert buffer.ledger.reasons() == {"failed": {"crash": 2}, "aborted": {"group failed": 1}}
+
+    run(main())
+
+
+def test_surplus_groups_are_interrupted_when_the_batch_is_complete() -> None:
+    async def main() -> None:
+        buffer = make(batch=1, redundant=1)
+        a, b, c, d = await leases(buffer, 4)
+        put(buffer, a)
+        put(buffer, c)
+        stopped: list[str] = []
+        d.on_revoke = lambda: stopped.append(d.revoked)
+        put(buffer, b)
+        batch = await buffer.get_batch(0)
+        assert [g.id for g in batch.groups] == [0]
+        assert stopped == ["batch complete"]
+        assert buffer.ledger.counts()["surplus"] == 2
+        buffer.ledger.check_balanced()
+
+    run(main())
+
+
+def test_close_ends_everything_that_lives_and_admits_no_more() -> None:
+    async def main() -> None:
+        buffer = make(alpha=1)
+        got = await leases(buffer, 5)
+        put(buffer, got[0])
+        put(buffer, got[1])
+        buffer.close("over")
+        buffer.ledger.check_balanced()
+        assert buffer.ledger.reasons() == {"aborted": {"over": 6}}
+        assert all(lease.revoked for lease in got[2:])
+        assert await blocked(buffer)
+
+    run(main())
+
+
+def test_putting_twice_or_into_another_group_is_refused() -> None:
+    async def main() -> None:
+        buffer = make()
+        a, _b, c, _d = await leases(buffer, 4)
+        put(buffer, a)
+        with pytest.raises(StalenessViolation, match="put twice"):
+            put(buffer, a)
+        mixed = Lease(c.group_id, c.task, c.v_traj, a.trajectory_ids, c.indices)
+        with pytest.raises(StalenessViolation, match="does not belong"):
+            put(buffer, mixed)
+
+    run(main())
+
+
+def test_versions_never_go_back() -> None:
+    async def main() -> None:
+        buffer = make()
+        buffer.set_version(0)
+        with pytest.raises(StalenessViolation, match="back from 0 to -1"):
+            buffer.set_version(-1)
+
+    run(main())
+
+
+def test_cancelling_a_waiter_at_any_await_loses_no_episode() -> None:
+    turn = 1
+    while True:
+        taken: list[Lease] = []
+
+        async def main(taken: list[Lease] = taken) -> None:
+            buffer = make(batch=1, group_size=3)
+
+            async def waiter() -> None:
+                taken.append(await buffer.lease())
+
+            async def victim() -> None:
+                lease = await buffer.lease()
+                await asyncio.sleep(0)
+                taken.append(lease)
+
+            async with asyncio.TaskGroup() as group:
+                aim(group.create_task(victim()))
+                await asyncio.sleep(0)
+                others = [group.create_task(waiter()) for _ in range(3)]
+                await asyncio.sleep(1)
+                for task in others:
+                    task.cancel()
+            # Whatever the victim did not report, the others got: three episodes, each handed out once.
+            ids = [i for lease in taken for i in lease.trajectory_ids]
+            assert len(ids) == len(set(ids)) >= 2
+
+        if not cancelled_at(turn, main()):
+            break
+        turn += 1
+    assert turn > 3
