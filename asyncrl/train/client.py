@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from asyncrl.config import Recipe
-from asyncrl.core.types import Batch, Trajectory
+from asyncrl.core.types import Batch
 from asyncrl.ports import StepResult, TrainerError
 from asyncrl.train.job import TorchrunJob, free_port
 from asyncrl.wire import JoinGroupReq, PublishReq, SaveReq, TrainerInfo, TrainReply, TrainReq, TrainSequence
@@ -76,9 +76,7 @@ class HttpTrainer:
         return self._info.version
 
     async def train_step(self, batch: Batch, advantages: Sequence[float]) -> StepResult:
-        rows = zip(batch.trajectories, advantages, strict=True)
-        request = TrainReq(step=batch.step, sequences=[_sequence(t, a) for t, a in rows])
-        reply = await self._command("train_step", request)
+        reply = await self._command("train_step", train_request(batch, advantages))
         return StepResult(version=reply.version, metrics=reply.metrics)
 
     async def publish(self, version: int, transport: str, path: str = "") -> None:
@@ -150,11 +148,18 @@ class HttpTrainer:
         return msgspec.msgpack.decode(data, type=reply)
 
 
-def _sequence(trajectory: Trajectory, advantage: float) -> TrainSequence:
-    return TrainSequence(
-        tokens=trajectory.tokens.tobytes(),
-        loss_mask=trajectory.loss_mask.tobytes(),
-        logprobs=trajectory.logprobs.tobytes(),
-        versions=trajectory.versions.tobytes(),
-        advantage=advantage,
+def train_request(batch: Batch, advantages: Sequence[float]) -> TrainReq:
+    """The batch as it travels: columns as the bytes of their arrays."""
+    return TrainReq(
+        step=batch.step,
+        sequences=[
+            TrainSequence(
+                tokens=trajectory.tokens.tobytes(),
+                loss_mask=trajectory.loss_mask.tobytes(),
+                logprobs=trajectory.logprobs.tobytes(),
+                versions=trajectory.versions.tobytes(),
+                advantage=advantage,
+            )
+            for trajectory, advantage in zip(batch.trajectories, advantages, strict=True)
+        ],
     )

@@ -112,15 +112,17 @@ class TorchrunJob:
 
 
 def explain(log: str) -> str:
-    """The one line of a failed job's log that says why: the first rank's own word, else torchrun's finding of which
-    rank died and how, else the last line."""
-    if own := re.search(r"^.*?(trainer rank \d+): error: (.+)$", log, re.MULTILINE):
+    """The one line of a failed job's log that says why: a rank's own word, else how torchrun says a rank died, else the
+    last line. Of several dead ranks the one that was killed is the cause; the others lost contact with it."""
+    if own := re.search(r"(trainer rank \d+): error: (.+)", log):
         return f"{own[1]}: {own[2]}"
-    if found := re.search(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", log, re.DOTALL):
-        code = int(found[2])
-        if code < 0:
-            return f"rank {found[1]} was killed by {signal.Signals(-code).name}"
-        return f"rank {found[1]} ended with exit code {code}"
+    deaths = [(rank, int(code)) for rank, code in re.findall(r"rank\s*: (\d+) .*?exitcode\s*: (-?\d+)", log, re.DOTALL)]
+    for rank, code in deaths:
+        if code < 0 and code != -signal.SIGTERM:  # which torchrun itself sends to the rest
+            return f"rank {rank} was killed by {signal.Signals(-code).name}"
+    if deaths:
+        rank, code = deaths[-1]  # torchrun puts the one that it saw first at the end
+        return f"rank {rank} ended with exit code {code}"
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return lines[-1] if lines else "it left no word in its log"
 

@@ -12,8 +12,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.rendezvous import rendezvous
 
 TIMEOUT = timedelta(seconds=120)
 """For joining and for each broadcast: how long a dead server can hold the trainer."""
@@ -27,19 +27,19 @@ class UpdateGroup:
     """
 
     def __init__(self, address: str, port: int, world_size: int, name: str, backend: str) -> None:
-        store, rank, size = next(rendezvous(f"tcp://{address}:{port}", 0, world_size, timeout=TIMEOUT))
-        store.set_timeout(TIMEOUT)
+        # Not rendezvous("tcp://…") as on the servers' side: under torchrun it makes no store but looks for the agent's.
+        self._store = TCPStore(address, port, world_size, is_master=True, timeout=TIMEOUT)
         self.group, _ = c10d._new_process_group_helper(
-            size,
-            rank,
+            world_size,
+            0,
             [],
             dist.Backend(backend),
-            c10d.PrefixStore(name, store),
+            PrefixStore(name, self._store),
             group_name=c10d.GroupName(name),
             timeout=TIMEOUT,
         )
         self.on_gpu = backend == "nccl"
-        c10d._world.pg_group_ranks[self.group] = {member: member for member in range(size)}
+        c10d._world.pg_group_ranks[self.group] = {member: member for member in range(world_size)}
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Send whole tensors in order; blocks until every server has taken them. Raises ``RuntimeError``."""

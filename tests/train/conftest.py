@@ -1,9 +1,7 @@
-"""A tiny Qwen3, and batches for it."""
+"""A tiny Qwen3 folder, and a process group of one."""
 
 from __future__ import annotations
 
-import random
-from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from asyncrl.core.types import Batch, Group, Task, Trajectory
-
-VOCABULARY = 64
+from .batches import VOCABULARY
 
 
 @pytest.fixture(scope="session")
@@ -47,41 +43,3 @@ def lone_rank() -> Iterator[dist.ProcessGroup]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
-
-
-def make_batch(step: int, *, seed: int, groups: int = 4, group_size: int = 4) -> Batch:
-    """Trajectories of two turns, of very different lengths; engine logprobs that make clipping and capping happen."""
-    draw = random.Random(seed)
-    made = []
-    for g in range(groups):
-        trajectories = []
-        for i in range(group_size):
-            mask = array("b")
-            for _ in range(draw.randint(1, 2)):
-                mask.extend([0] * draw.randint(1, 6) + [1] * draw.choice([1, 3, 10, 25]))
-            mask.extend([0] * draw.randint(0, 3))
-            trajectories.append(
-                Trajectory(
-                    id=g * group_size + i,
-                    group_id=g,
-                    index=i,
-                    task_id=f"t/{g}",
-                    v_traj=step,
-                    tokens=array("i", [draw.randrange(VOCABULARY) for _ in mask]),
-                    loss_mask=mask,
-                    logprobs=array("f", [-draw.uniform(0.1, 9.0) if m else 0.0 for m in mask]),
-                    versions=array("i", [step if m else -1 for m in mask]),
-                    turns=1,
-                    reward=draw.random(),
-                    finish_reason="stop",
-                )
-            )
-        task = Task(id=f"t/{g}", data={})
-        made.append(Group(id=g, task=task, v_traj=step, trajectories=tuple(trajectories)))
-    return Batch(step=step, groups=tuple(made))
-
-
-def make_advantages(batch: Batch, seed: int) -> list[float]:
-    """Normal, with every fourth exactly 0."""
-    draw = random.Random(seed)
-    return [0.0 if i % 4 == 3 else draw.gauss(0, 1) for i in range(len(batch.trajectories))]

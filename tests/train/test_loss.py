@@ -1,4 +1,4 @@
-"""The loss against an independent float64 NumPy reference, its gradient against finite differences of that reference."""
+"""The loss against an independent float64 NumPy reference, and its gradient against finite differences of that."""
 
 from __future__ import annotations
 
@@ -133,7 +133,9 @@ def test_no_tokens_give_no_loss() -> None:
     assert (loss.item(), largest) == (0.0, 0.0)
 
 
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=10).filter(any), st.sampled_from(["token_mean", "sequence_mean"]))
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=10).filter(any), st.sampled_from(["token_mean", "sequence_mean"])
+)
 def test_weights_of_all_tokens_sum_to_one(generated: list[int], aggregation: str) -> None:
     weights = token_weights(generated, aggregation)
     assert sum(n * w for n, w in zip(generated, weights, strict=True)) == pytest.approx(1)
