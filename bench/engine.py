@@ -2,8 +2,8 @@
 
     python bench/engine.py [--quick] [--dtype float32|bfloat16] [--in-flight 1 16 64 256] [--json PATH]
 
-A random Qwen3 of about a million parameters; prompts of about 64 tokens; output lengths lognormal with mean 128, at most
-1,024. The engine runs in a process of its own and streams to a client here that keeps so many requests in flight;
+A random Qwen3 of about a million parameters; prompts of about 64 tokens; output lengths lognormal with mean 128, at
+most 1,024. The engine runs in a process of its own and streams to a client here that keeps so many requests in flight;
 ``generate`` runs in a process of its own on static batches of the same requests, each until its longest is done (that
 is what a static batch costs); only the tokens that were asked for count. Both use one thread. Tokens a CPU second are
 of that process, start and warm-up excluded: on a shared machine they are the steadier figure.
@@ -74,7 +74,13 @@ def cpu_seconds(pid: int) -> float:
 
 
 def rate(tokens: int, wall: float, cpu: float) -> dict[str, float]:
-    return {"tokens": tokens, "wall_s": wall, "cpu_s": cpu, "tokens_per_cpu_s": tokens / cpu, "tokens_per_s": tokens / wall}
+    return {
+        "tokens": tokens,
+        "wall_s": wall,
+        "cpu_s": cpu,
+        "tokens_per_cpu_s": tokens / cpu,
+        "tokens_per_s": tokens / wall,
+    }
 
 
 # --- The engine -------------------------------------------------------------------------------------------------------
@@ -109,7 +115,7 @@ async def bench_engine(folder: Path, plan: dict[int, int], dtype: str) -> dict[i
     command = [sys.executable, "-m", "asyncrl.serve", str(folder), "--port", str(port), "--dtype", dtype]
     command += ["--device", "cpu", "--max-running-requests", "256", "--max-total-tokens", str(256 * 1152)]
     environment = {**os.environ, "ASYNCRL_PARENT_PID": str(os.getpid())}
-    server = subprocess.Popen([*command, "--log-level", "warning"], env=environment)
+    server = await asyncio.create_subprocess_exec(*command, "--log-level", "warning", env=environment)
     url = f"http://127.0.0.1:{port}"
     try:
         await until_ready(url, server)
@@ -124,13 +130,13 @@ async def bench_engine(folder: Path, plan: dict[int, int], dtype: str) -> dict[i
         return results
     finally:
         server.terminate()
-        server.wait(10)
+        await asyncio.wait_for(server.wait(), 10)
 
 
-async def until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
+async def until_ready(url: str, server: asyncio.subprocess.Process) -> None:
     deadline = time.monotonic() + 60
     async with aiohttp.ClientSession() as session:
-        while time.monotonic() < deadline and server.poll() is None:
+        while time.monotonic() < deadline and server.returncode is None:
             try:
                 async with session.get(url + "/health") as response:
                     response.raise_for_status()
@@ -206,7 +212,12 @@ def main() -> None:
             static = {int(k): v for k, v in json.loads(out.read_text()).items()}
     report(parameters, args.dtype, engine, static)
     if args.json:
-        result: dict[str, Any] = {"parameters": parameters, "dtype": args.dtype, "engine": engine, "transformers": static}
+        result: dict[str, Any] = {
+            "parameters": parameters,
+            "dtype": args.dtype,
+            "engine": engine,
+            "transformers": static,
+        }
         args.json.write_text(json.dumps(result, indent=2))
 
 

@@ -22,7 +22,7 @@ from asyncrl.serve.weights import load_model
 torch.set_num_threads(1)
 
 VOCAB = 96
-CONTEXT = 512
+CONTEXT = 2048
 _COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
@@ -130,7 +130,13 @@ class Client:
 
     async def until_running(self, count: int) -> None:
         """Return when so many sequences are running (bounded by the test's timeout)."""
-        while (await self.load())["num_running_reqs"] != count:
+        await self._until("num_running_reqs", count)
+
+    async def until_waiting(self, count: int) -> None:
+        await self._until("num_waiting_reqs", count)
+
+    async def _until(self, field: str, count: int) -> None:
+        while (await self.load())[field] != count:  # noqa: ASYNC110 (only the server knows, and it cannot call back)
             await asyncio.sleep(0.002)
 
 

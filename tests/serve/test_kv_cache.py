@@ -39,7 +39,9 @@ def decode(cache: KVCache) -> int:
         members = order[group.start : group.stop]
         marks = torch.tensor([mark(s, s.tokens - 1) for s in members])
         for layer in group.kv:
-            layer[group.rows, :, :, group.positions] = marks[:, None, None, None].expand(-1, *layer.shape[1:3], layer.shape[4])
+            layer[group.rows, :, :, group.positions] = marks[:, None, None, None].expand(
+                -1, *layer.shape[1:3], layer.shape[4]
+            )
         assert group.longest == max(s.tokens for s in members) <= group.kv.shape[4]
         for row, s in enumerate(members):
             expected = torch.tensor([mark(s, column) for column in range(s.tokens)])

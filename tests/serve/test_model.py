@@ -11,7 +11,9 @@ from asyncrl.serve import model as model_module
 from .harness import KINDS, Client, logprobs, make_model, prompt, reference, save, serving
 
 
-async def batch(client: Client, lengths: list[int], **sampling: object) -> list[tuple[list[int], list[int], list[float]]]:
+async def batch(
+    client: Client, lengths: list[int], **sampling: object
+) -> list[tuple[list[int], list[int], list[float]]]:
     """Generate from prompts of these lengths at the same time: (prompt, output, logprobs) each."""
     prompts = [prompt(i, length) for i, length in enumerate(lengths)]
     async with asyncio.TaskGroup() as group:
@@ -24,7 +26,9 @@ async def test_logprobs_equal_transformers_forward(kind: str, tmp_path: Path) ->
     """Over several length classes at once: 3 … 200 prompt tokens, and rows that grow from one class into the next."""
     model = make_model(kind)
     async with serving(save(model, tmp_path)) as client:
-        for ids, output, got in await batch(client, [3, 17, 60, 63, 64, 65, 126, 200], max_new_tokens=20, temperature=0.7):
+        for ids, output, got in await batch(
+            client, [3, 17, 60, 63, 64, 65, 126, 200], max_new_tokens=20, temperature=0.7
+        ):
             assert got == pytest.approx(reference(model, ids, output, 0.7), abs=1e-4)
 
 

@@ -153,7 +153,11 @@ def test_spans_follow_the_version_of_each_token() -> None:
     scheduler.admit(100)
     for version in ("4", "4", "5", "5", "4"):
         scheduler.append(s, 0, -1.0, version)
-    assert [(span.version, span.start, span.end) for span in s.weight_spans()] == [("4", 0, 2), ("5", 2, 4), ("4", 4, 5)]
+    assert [(span.version, span.start, span.end) for span in s.weight_spans()] == [
+        ("4", 0, 2),
+        ("5", 2, 4),
+        ("4", 4, 5),
+    ]
 
 
 def test_abort_says_whether_it_ran() -> None:

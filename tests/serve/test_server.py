@@ -14,7 +14,10 @@ from asyncrl import wire
 
 from .harness import CONTEXT, VOCAB, Client, logprobs, prompt, reference, request, serving
 
-LONG = 400  # tokens: longer than any test waits for
+LONG = 1800
+"""Tokens of a request that is cut before it ends."""
+WHOLE = 400
+"""Tokens of a request that is disturbed, and goes on to its end."""
 
 
 async def collect(client: Client, ids: list[int], **body: Any) -> list[dict[str, Any]]:
@@ -124,8 +127,7 @@ async def test_a_live_rid_is_refused_and_free_again_after(client: Client) -> Non
     await client.post("/pause_generation", {"mode": "in_place"})
     async with asyncio.TaskGroup() as group:
         first = group.create_task(client.generate(prompt(1), rid="same", max_new_tokens=2))
-        while (await client.load())["num_waiting_reqs"] == 0:
-            await asyncio.sleep(0.002)
+        await client.until_waiting(1)
         error = await client.generate(prompt(1), rid="same", max_new_tokens=2, status=400)
         assert "Duplicate request ID detected: same" in error["error"]["message"]
         await client.post("/continue_generation")
@@ -156,8 +158,7 @@ async def test_abort_of_a_waiting_request_is_an_empty_reply(folder: Path) -> Non
         running = group.create_task(client.generate(prompt(1), rid="first", max_new_tokens=LONG))
         await client.until_running(1)
         waiting = group.create_task(client.generate(prompt(2), rid="second", max_new_tokens=LONG))
-        while (await client.load())["num_waiting_reqs"] == 0:
-            await asyncio.sleep(0.002)
+        await client.until_waiting(1)
         await client.post("/abort_request", {"rid": "second"})
         reply = await waiting
         assert reply["output_ids"] == []
@@ -228,7 +229,7 @@ async def test_pause_abort_answers_all_and_holds_new_requests(client: Client) ->
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 async def test_a_paused_request_goes_on_exactly(client: Client, model: Any, mode: str) -> None:
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(client.generate(prompt(5, 100), max_new_tokens=LONG))
+        task = group.create_task(client.generate(prompt(5, 100), max_new_tokens=WHOLE))
         await client.until_running(1)
         await client.post("/pause_generation", {"mode": mode})
         used = (await client.load())["num_used_tokens"]
@@ -238,7 +239,7 @@ async def test_a_paused_request_goes_on_exactly(client: Client, model: Any, mode
         await client.post("/continue_generation", {"torch_empty_cache": True})
     reply = task.result()
     assert reply["meta_info"]["num_retractions"] == (mode == "retract")
-    assert len(reply["output_ids"]) == LONG
+    assert len(reply["output_ids"]) == WHOLE
     assert logprobs(reply) == pytest.approx(reference(model, prompt(5, 100), reply["output_ids"]), abs=1e-4)
 
 
@@ -264,7 +265,7 @@ async def test_continue_without_pause_and_unknown_modes(client: Client) -> None:
 
 async def test_flush_waits_until_idle(client: Client) -> None:
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(client.generate(prompt(1), max_new_tokens=LONG))
+        task = group.create_task(client.generate(prompt(1), max_new_tokens=WHOLE))
         await client.until_running(1)
         await client.post("/flush_cache", status=400)
         await client.post("/flush_cache?timeout=0.01", status=400)
@@ -277,7 +278,7 @@ async def test_flush_waits_until_idle(client: Client) -> None:
 async def test_update_weight_version_aborts_by_default(client: Client) -> None:
     for abort in (True, False):
         async with asyncio.TaskGroup() as group:
-            task = group.create_task(client.generate(prompt(1), max_new_tokens=LONG))
+            task = group.create_task(client.generate(prompt(1), max_new_tokens=WHOLE))
             await client.until_running(1)
             body = {"new_version": f"v{abort}", "abort_all_requests": abort}
             assert (await client.post("/update_weight_version", body))["new_version"] == f"v{abort}"
