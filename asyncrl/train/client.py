@@ -65,8 +65,11 @@ class HttpTrainer:
 
     async def connect(self) -> int:
         if self._session is None:
-            # A command may take as long as a step; each call sets its own deadline.
-            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+            # Each call sets its own deadline, and opens its own connection: a kept one may have been dropped by the
+            # server between two steps, and a step must not be sent twice.
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(force_close=True), timeout=aiohttp.ClientTimeout(total=None)
+            )
         if not self._given_url and (self._job is None or not self._job.running):
             port = free_port()
             self._url = f"http://127.0.0.1:{port}"
