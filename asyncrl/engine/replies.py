@@ -49,11 +49,15 @@ class ReplyReader:
         new = total - seen
         if new < 0:
             raise BadReply(f"{total} tokens after {seen}")
-        # The last ones: right for both ways of streaming. A slice of -0 would be everything.
-        ids = ids[-new:] if new else []
-        rows = rows[-new:] if new else []
-        if [row[1] for row in rows] != ids or len(ids) != new:
-            raise BadReply(f"{new} new tokens, but {len(ids)} ids and {len(rows)} logprobs that are not all theirs")
+        # The last ones: right for both ways of streaming. (A slice from -0 would be everything.)
+        if len(ids) != new:
+            ids = ids[-new:] if new else []
+        if len(rows) != new:
+            rows = rows[-new:] if new else []
+        if not len(ids) == len(rows) == new:
+            raise BadReply(f"{new} new tokens, but {len(ids)} ids and {len(rows)} logprobs")
+        if new and (rows[0][1] != ids[0] or rows[-1][1] != ids[-1]):
+            raise BadReply("the logprobs are those of other tokens")
         finish = meta.finish_reason
         if finish is not None:
             if total != meta.completion_tokens:
@@ -75,7 +79,7 @@ class ReplyReader:
         """Version of each token in ``start``…``end``: by the spans (usually only the last line has them), else the
         one that the line names. A span cannot be taken back for tokens of earlier lines."""
         if not spans or len(spans) == 1:
-            return [self._version_of(spans[0].version if spans else current)] * (end - start)
+            return [self._version_of(current)] * (end - start)
         versions: list[int] = []
         for span in spans:
             versions += [self._version_of(span.version)] * (min(span.end, end) - max(span.start, start, 0))
