@@ -79,7 +79,7 @@ class ReplyReader:
         """Version of each token in ``start``…``end``: by the spans (usually only the last line has them), else the
         one that the line names. A span cannot be taken back for tokens of earlier lines."""
         if not spans or len(spans) == 1:
-            return [self._version_of(current)] * (end - start)
+            return [self._version_of(spans[0].version if spans else current)] * (end - start)
         versions: list[int] = []
         for span in spans:
             versions += [self._version_of(span.version)] * (min(span.end, end) - max(span.start, start, 0))
