@@ -66,6 +66,8 @@ class EnvConfig(Section, frozen=True, kw_only=True):
     step_timeout_s: float = 60.0
     reward_timeout_s: float = 60.0
     episode_timeout_s: float = 600.0
+    block_timeout_s: float = 30.0
+    """How long user code may hold the event loop (a missing ``await``) before it is interrupted."""
     retries: int = 1
     """How often a failed episode is started anew before its group is given up."""
     max_failure_rate: float = 0.5
@@ -305,6 +307,7 @@ def check(recipe: Recipe) -> None:
         "env.step_timeout_s": recipe.env.step_timeout_s,
         "env.reward_timeout_s": recipe.env.reward_timeout_s,
         "env.episode_timeout_s": recipe.env.episode_timeout_s,
+        "env.block_timeout_s": recipe.env.block_timeout_s,
         "engine.connect_timeout_s": e.connect_timeout_s,
         "engine.request_timeout_s": e.request_timeout_s,
         "engine.idle_timeout_s": e.idle_timeout_s,

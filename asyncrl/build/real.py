@@ -20,10 +20,13 @@ from asyncrl.observe.run_dir import RECIPE, write_atomic
 from asyncrl.observe.summary import Summary, write_summary
 from asyncrl.ports import Engine, EngineError, WeightTransport
 from asyncrl.processes import free_port
+from asyncrl.runtime.env_manager import EpisodePlayer
 from asyncrl.runtime.llm_proxy import LLMProxy
+from asyncrl.runtime.reward import Scorer
 from asyncrl.servers import LocalServers
 from asyncrl.tokenizer import HuggingFaceTokenizer
 from asyncrl.train.client import HttpTrainer
+from asyncrl.watchdog import LoopWatchdog
 from asyncrl.weights.collective import CollectiveTransport
 from asyncrl.weights.disk import DiskTransport
 from asyncrl.workers import ThreadBlocking
@@ -32,6 +35,8 @@ FLUSH_S = 2.0
 RENDER_S = 0.25
 HEALTH_INTERVAL_S = 10.0
 HEALTH_FAILURES = 3
+USER_CODE = frozenset({EpisodePlayer._begin.__code__, EpisodePlayer._step.__code__, Scorer.score.__code__})
+"""Where user code is entered: what may be interrupted when it blocks the loop."""
 
 
 async def train(recipe: Recipe, run_dir: Path, *, command: Sequence[str], started: str, out: TextIO) -> Summary:
@@ -80,7 +85,7 @@ async def train(recipe: Recipe, run_dir: Path, *, command: Sequence[str], starte
         make_env=environment.make,
         reward=environment.reward,
         checkpoint=checkpoint,
-        services=[flush, servers.watch],
+        services=[flush, servers.watch, LoopWatchdog(USER_CODE, limit_s=recipe.env.block_timeout_s).run],
     )
     run: Run | None = None
 

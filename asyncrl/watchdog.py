@@ -1,0 +1,61 @@
+"""A user's environment that blocks the event loop is interrupted, and becomes a failed episode like any other hang.
+
+A deadline cannot fire while ``time.sleep`` or an endless loop inside an ``async def`` holds the only thread. So a
+watching thread misses the loop's heartbeat and signals the main thread (SIGUSR1), whose handler raises ``LoopBlocked``
+in the very frame that blocks, provided that this is code below an EpisodePlayer or a Scorer: asyncrl's own code is
+never cut in the middle. POSIX, main thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from types import CodeType, FrameType
+
+SIGNAL = signal.SIGUSR1
+
+
+class LoopBlocked(Exception):
+    """User code held the event loop too long; it must await, or be a plain reward function, which runs on a worker."""
+
+
+class LoopWatchdog:
+    """``entries`` are the code objects of the functions that call user code; ``limit_s`` is how long that may block."""
+
+    def __init__(self, entries: frozenset[CodeType], *, limit_s: float) -> None:
+        self._entries = entries
+        self._limit_s = limit_s
+        self._beat = 0.0
+        self._stop = threading.Event()
+
+    async def run(self) -> None:
+        """Beat and watch until cancelled."""
+        before = signal.signal(SIGNAL, self._interrupt)
+        self._beat = time.monotonic()
+        thread = threading.Thread(target=self._watch, args=(threading.main_thread().ident,), daemon=True)
+        thread.start()
+        try:
+            while not self._stop.is_set():
+                await asyncio.sleep(self._limit_s / 8)
+                self._beat = time.monotonic()
+        finally:
+            self._stop.set()
+            signal.signal(SIGNAL, before)
+
+    def _watch(self, main_thread: int) -> None:
+        while not self._stop.wait(self._limit_s / 4):
+            if time.monotonic() - self._beat > self._limit_s:
+                signal.pthread_kill(main_thread, SIGNAL)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        blocked_s = time.monotonic() - self._beat
+        if blocked_s < self._limit_s or frame is None or frame.f_code in self._entries:
+            return
+        at: FrameType | None = frame
+        while at is not None and at.f_code not in self._entries:
+            at = at.f_back
+        if at is not None:
+            where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            raise LoopBlocked(f"blocked the event loop for {blocked_s:.0f} s at {where}; await instead")

@@ -1,0 +1,62 @@
+"""User code that blocks the loop is cut off where it blocks; the runtime's own code never is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+import uvloop
+
+from asyncrl.watchdog import LoopBlocked, LoopWatchdog
+
+
+async def enters_user_code(block: Callable[[], Awaitable[None]]) -> None:
+    await block()
+
+
+async def sleeps() -> None:
+    await asyncio.sleep(0)
+    time.sleep(30)
+
+
+async def spins() -> None:
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        pass
+
+
+async def watched(block: Callable[[], Awaitable[None]], entry: Callable[..., Awaitable[None]]) -> float:
+    watchdog = LoopWatchdog(frozenset({enters_user_code.__code__}), limit_s=0.4)
+    began = time.monotonic()
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(watchdog.run())
+        await asyncio.sleep(0.1)
+        try:
+            await entry(block)
+        finally:
+            watching.cancel()
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("block", [sleeps, spins])
+def test_a_blocking_environment_is_interrupted_where_it_blocks(
+    run: Callable[[Awaitable[float]], float], block: Callable[[], Awaitable[None]]
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(ExceptionGroup) as caught:
+        run(watched(block, enters_user_code))
+    assert caught.group_contains(LoopBlocked, match=r"blocked the event loop for .* at .*test_watchdog\.py:\d+")
+    assert time.monotonic() - began < 15
+
+
+def test_other_code_is_never_interrupted() -> None:
+    async def slow() -> None:
+        time.sleep(1.5)
+
+    async def elsewhere(block: Callable[[], Awaitable[None]]) -> None:
+        await block()
+
+    assert uvloop.run(watched(slow, elsewhere)) >= 1.5
