@@ -146,7 +146,8 @@ class Leader:
     def broadcast(self, request: PublishReq) -> dict[str, float]:
         version, (held, staged) = request.version, self._staged
         if version != held:
-            raise Refused(f"version {version} cannot be broadcast: version {held} is staged")
+            found = f"version {held} is staged" if staged else "nothing is staged"
+            raise Refused(f"version {version} cannot be broadcast: {found}")
         if self._group is None:
             raise Refused("no update group: join one first")
         started = time.perf_counter()

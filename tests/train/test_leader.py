@@ -1,0 +1,87 @@
+"""What rank 0 answers when something is wrong, with the other ranks and the model played."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from asyncrl.config import Recipe
+from asyncrl.core.manifest import Manifest, TensorInfo
+from asyncrl.train import checkpoint
+from asyncrl.train.leader import Leader
+from asyncrl.train.server import Refused
+from asyncrl.wire import PublishReq, SaveReq
+
+
+class PlayedRank:
+    def __init__(self, folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+        self.folder = str(folder)
+        self.recipe = Recipe()
+        self.device = torch.device("cpu")
+        self.learner = SimpleNamespace(version=4)
+        self.channel = SimpleNamespace(send=lambda messages: None)
+        self.weights = Manifest(
+            version=0, tensors=tuple(TensorInfo(name=n, shape=(2,), dtype="float32") for n in ("a", "b", "c"))
+        )
+        self.gathered = 0
+
+    def gather(self, keep: bool) -> Iterator[dict[str, Tensor]]:
+        for tensor in self.weights.tensors:
+            self.gathered += 1
+            yield {tensor.name: torch.zeros(tensor.shape)}
+
+
+@pytest.fixture
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlayedRank:
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    source = tmp_path / "source"
+    source.mkdir()
+    return PlayedRank(source)
+
+
+@pytest.fixture
+def leader(rank: PlayedRank) -> Leader:
+    return Leader(rank)  # type: ignore[arg-type]
+
+
+def test_a_full_disk_is_refused_only_after_the_gathering_has_run_to_its_end(
+    leader: Leader, rank: PlayedRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks gather with it: to stop in the middle would leave them in a collective for ever."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(Refused, match=r"cannot write weights to .*out: .*No space left on device; make room"):
+        leader.save(SaveReq(path=str(tmp_path / "out")))
+    assert rank.gathered == 3
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_the_current_version_is_published(leader: Leader, tmp_path: Path) -> None:
+    for transport in ("disk", "stage"):
+        with pytest.raises(Refused, match="version 3 cannot be published: the weights are version 4"):
+            leader.publish(PublishReq(version=3, transport=transport, path=str(tmp_path / "v3")))
+
+
+def test_an_unknown_transport_is_refused_with_the_known_ones(leader: Leader) -> None:
+    with pytest.raises(Refused, match="'pigeon' is not known; use disk, stage or collective"):
+        leader.publish(PublishReq(version=4, transport="pigeon"))
+
+
+def test_only_what_is_staged_is_broadcast_and_only_to_a_group(leader: Leader) -> None:
+    request = PublishReq(version=4, transport="collective")
+    with pytest.raises(Refused, match="version 4 cannot be broadcast: nothing is staged"):
+        leader.broadcast(request)
+    leader.publish(PublishReq(version=4, transport="stage"))
+    with pytest.raises(Refused, match="no update group"):
+        leader.broadcast(request)
