@@ -6,7 +6,7 @@ for every server's KV cache is refused by the proxy before it comes here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from asyncrl.core.types import Record
@@ -47,15 +47,16 @@ def has_room(request: RequestView, instance: InstanceView) -> bool:
     )
 
 
-def least_loaded(request: RequestView, instances: Iterable[I]) -> I | None:
+def least_loaded(request: RequestView, instances: Sequence[I]) -> I | None:
     """The server with the fewest requests, then the fewest tokens, then the first by name (queue scheduling, ROLL Flash
     §5.1.1: a server that has room takes the next request at once)."""
     candidates = [i for i in instances if has_room(request, i)]
     return min(candidates, key=lambda i: (i.running, i.tokens, i.name), default=None)
 
 
-def prefix_affine(request: RequestView, instances: Iterable[I]) -> I | None:
-    """The server that holds the request's prefix, unless another has less than half its load; else least loaded."""
+def prefix_affine(request: RequestView, instances: Sequence[I]) -> I | None:
+    """The server that holds the request's prefix, unless it runs more than twice the least loaded's requests and one
+    more; else the least loaded."""
     best = least_loaded(request, instances)
     if best is None or request.home is None or best.name == request.home:
         return best

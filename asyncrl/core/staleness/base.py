@@ -20,7 +20,7 @@ class StalenessSnapshot(Record, frozen=True, kw_only=True):
     occupied: int
     """Finished and waiting for their batch."""
     due: int
-    """Unfinished groups that the next batch must wait for."""
+    """Unfinished groups whose last chance is the next batch."""
     capacity: int
     """Most groups that may be live at the next step."""
 

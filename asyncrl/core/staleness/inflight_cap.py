@@ -7,16 +7,18 @@ servers when a group starts (its V_traj), R the redundant groups allowed. Two ru
   were consumed and L are live (started, neither consumed nor released). With v = n and R = 0: L < (1+α)·B, the paper's
   bound on the buffer. The second condition follows from the first where R = 0; redundant places must not let a group
   in whose deadline has passed. A released group gives its place back, so exactly what was filtered is refilled.
-* Consumption. A group has the deadline d = v + ⌈α⌉. Step n takes B occupied groups, earliest deadline first, then
-  in order of completion; it waits while more than R *unfinished* groups have a deadline ≤ n.
+* Consumption. A group has the deadline d = v + ⌈α⌉. Step n takes B finished groups, earliest deadline first, then in
+  order of completion; what is due at n (d ≤ n) and not taken leaves as surplus. The step waits while for some k ≥ 0
+  more than k·B + R *unfinished* groups have a deadline ≤ n + k: the k steps after it could not take them all. (Looking
+  at k = 0 alone is not enough: while α > 1, fast young groups could use up the places of slow old ones.)
 
-**Theorem (bound per sample).** Nothing is consumed with staleness n − v > ⌈α⌉.
-Proof. Call a group due at n if its deadline is ≤ n, that is v ≤ n − ⌈α⌉. Consider the last due group to be admitted, on
-version v ≤ n − ⌈α⌉. Rule 1 held just before, so consumed and live groups then were, itself included, at most
-⌊(v+1+α)B⌋ + R ≤ (n+1)B + R. Releases only lower this, and every group admitted later is not due. n·B of the groups
-counted are consumed before step n, so at most B + R due groups are live at step n. Step n takes due groups first, so
-if U ≤ R of them are unfinished it takes min(B, due − U) of those finished; whatever is due and not taken is at most R
-in number and leaves as surplus. Hence no group survives its deadline, and every consumed one has n ≤ d. ∎
+**Theorem (bound per sample).** Nothing is consumed with staleness n − v > ⌈α⌉, and at most R groups a step are surplus.
+Proof. Let D(n, k) be the live groups with deadline ≤ n + k. We show D(n, k) ≤ (k+1)·B + R for all k ≥ 0, always.
+Admission on v at step n: the deadline is n + j with j = v + ⌈α⌉ − n ≥ 0, and all live groups together are at most
+⌊(v+1+α)B⌋ + R − nB ≤ (j+1)B + R; this bounds D(n, k) for k ≥ j, and other k do not change. A release only lowers D.
+Consumption at n: of the F finished groups with deadline ≤ n + k, min(B, F) are taken. If B are, at most kB + R of
+D(n, k) stay; if all F are, the unfinished stay, at most kB + R by rule 2. For k = 0 these, at most R, are the surplus,
+so no group lives past its deadline; for k ≥ 1 it says D(n+1, k−1) ≤ kB + R. ∎
 
 **Theorem (mean).** With R = 0 the mean staleness over a run is at most α, also where α is not an integer.
 Proof. At most ⌊(v+1+α)B⌋ groups start on versions ≤ v and are not released, and (v+1)B groups are consumed in steps
@@ -28,32 +30,32 @@ borders, so the staleness summed over all groups is at most α·B a step. ∎
 
 from __future__ import annotations
 
-import heapq
 import math
 
 from asyncrl.core.staleness.base import StalenessSnapshot, StalenessViolation
 
 
 class InflightCap:
-    """``batch`` groups a step, ratio ``alpha`` ≥ 0 (real), ``redundant`` groups beyond the need. O(log live) a call."""
+    """``batch`` groups a step, ratio ``alpha`` ≥ 0 (real), ``redundant`` groups beyond the need.
+
+    A call costs O(1), and the one a step that consumes sorts the finished groups.
+    """
 
     def __init__(self, *, batch: int, alpha: float, redundant: int = 0, step: int = 0) -> None:
         if batch < 1 or alpha < 0 or redundant < 0:
             raise ValueError(f"need batch ≥ 1, alpha ≥ 0, redundant ≥ 0; got {batch}, {alpha}, {redundant}")
         self._batch = batch
-        self._alpha = alpha
+        # ⌊(v + 1 + α)·B⌋ = (v + 1)·B + ⌊αB⌋; α is decimal in a recipe, so 0.29 × 100 must give 29 at every version.
+        self._ahead = math.floor(alpha * batch + 1e-9)
         self._slack = math.ceil(alpha)
         self._redundant = redundant
         self._step = step
-        self._clock = 0
         self._reserved: dict[int, int] = {}
         """Unfinished group → deadline."""
         self._pending_by_deadline: dict[int, int] = {}
         """Deadline → number of unfinished groups."""
         self._occupied: dict[int, int] = {}
-        """Finished group → deadline."""
-        self._heap: list[tuple[int, int, int]] = []
-        """(deadline, completion order, group) of finished groups; released ones are skipped lazily."""
+        """Finished group → deadline, in order of completion."""
 
     @property
     def bound(self) -> int:
@@ -65,7 +67,7 @@ class InflightCap:
         return len(self._reserved) + len(self._occupied)
 
     def admits(self, version: int) -> bool:
-        limit = math.floor((version + 1 + self._alpha) * self._batch) + self._redundant
+        limit = (version + 1) * self._batch + self._ahead + self._redundant
         return self._step * self._batch + self.live < limit and version + self._slack >= self._step
 
     def reserve(self, group_id: int, version: int) -> None:
@@ -80,31 +82,25 @@ class InflightCap:
         self._pending_by_deadline[deadline] = self._pending_by_deadline.get(deadline, 0) + 1
 
     def occupy(self, group_id: int) -> None:
-        deadline = self._leave_reserved(group_id)
-        self._occupied[group_id] = deadline
-        heapq.heappush(self._heap, (deadline, self._clock, group_id))
-        self._clock += 1
+        self._occupied[group_id] = self._leave_reserved(group_id)
 
     def release(self, group_id: int) -> None:
         if self._occupied.pop(group_id, None) is None:
             self._leave_reserved(group_id)
 
     def consume(self) -> tuple[list[int], list[int]] | None:
-        if len(self._occupied) < self._batch or self._unfinished_due() > self._redundant:
+        if len(self._occupied) < self._batch or not self._later_steps_can_keep_up():
             return None
-        batch: list[int] = []
-        while len(batch) < self._batch:
-            deadline, _, group_id = heapq.heappop(self._heap)
-            if self._occupied.pop(group_id, None) is None:
-                continue
-            if deadline < self._step:
-                raise StalenessViolation(
-                    f"group {group_id} would be trained at step {self._step}, {self._step - deadline} beyond its bound"
-                )
-            batch.append(group_id)
-        surplus = [g for table in (self._reserved, self._occupied) for g, d in table.items() if d <= self._step]
+        batch = sorted(self._occupied, key=self._occupied.__getitem__)[: self._batch]  # stable: ties as completed
+        if (late := self._step - self._occupied[batch[0]]) > 0:
+            raise StalenessViolation(f"group {batch[0]} would be trained at step {self._step}, {late} beyond its bound")
+        due = [g for table in (self._reserved, self._occupied) for g, d in table.items() if d <= self._step]
+        taken = set(batch)
+        surplus = [g for g in due if g not in taken]
         if len(surplus) > self._redundant:
             raise StalenessViolation(f"{len(surplus)} groups miss step {self._step}, only {self._redundant} may")
+        for group_id in batch:
+            del self._occupied[group_id]
         for group_id in surplus:
             self.release(group_id)
         self._step += 1
@@ -115,12 +111,18 @@ class InflightCap:
             step=self._step,
             reserved=len(self._reserved),
             occupied=len(self._occupied),
-            due=self._unfinished_due(),
-            capacity=math.floor((1 + self._alpha) * self._batch) + self._redundant,
+            due=sum(n for deadline, n in self._pending_by_deadline.items() if deadline <= self._step),
+            capacity=self._batch + self._ahead + self._redundant,
         )
 
-    def _unfinished_due(self) -> int:
-        return sum(n for d, n in self._pending_by_deadline.items() if d <= self._step)
+    def _later_steps_can_keep_up(self) -> bool:
+        """Rule 2: no deadline n + k has more than k·B + R unfinished groups before it."""
+        unfinished = 0
+        for deadline in sorted(self._pending_by_deadline):
+            unfinished += self._pending_by_deadline[deadline]
+            if unfinished > (deadline - self._step) * self._batch + self._redundant:
+                return False
+        return True
 
     def _leave_reserved(self, group_id: int) -> int:
         deadline = self._reserved.pop(group_id, None)
