@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,7 +39,7 @@ def test_buckets_keep_order_and_limit_and_lose_nothing(tensors: list[TensorInfo]
 @given(tensors, st.integers(1, 200))
 def test_no_bucket_could_have_taken_the_next_tensor(tensors: list[TensorInfo], limit: int) -> None:
     buckets = weights(*tensors).buckets(limit)
-    for bucket, following in zip(buckets, buckets[1:], strict=False):
+    for bucket, following in pairwise(buckets):
         assert sum(t.nbytes for t in bucket) + following[0].nbytes > limit
 
 

@@ -201,7 +201,7 @@ async def test_collective_brings_the_staged_version_even_after_another_step(
 
 
 async def test_health_answers_while_a_step_runs(trainer: HttpTrainer) -> None:
-    batch = make_batch(STEPS + 1, seed=5, groups=16)
+    batch = make_batch(STEPS + 1, seed=5, groups=48)
     order: list[str] = []
 
     async def train() -> None:
