@@ -8,8 +8,8 @@ Owns the requests of this client that are on the server, by their ids. Each is o
 
 What the server is known to do, and what this client does about it:
 
-* It aborts by prefix of the id, so the ids sent end in a mark (``#``) that makes none the prefix of another. They also
-  hold the number of the attempt, as a repeated request may meet its first copy, which the server refuses.
+* It aborts by prefix of the id, so ``#`` ends the part that names the request: none is the beginning of another. The
+  number of the attempt follows, as a repeated request may meet its first copy, which the server would refuse.
 * It forgets an abort that overtakes its request, or that meets one held by a pause. ``abort`` therefore makes sure of
   a request that has brought nothing yet, and in the end drops its connection, which the server notices by itself.
 * With ``n`` > 1 it gives the replies ids of its own: such a request is aborted by dropping its connection.
@@ -237,7 +237,7 @@ class SGLangEngine:
         sent = failed = 0
         fresh = False
         while True:
-            live.rid = f"{request.rid}#{sent}#"
+            live.rid = f"{request.rid}#{sent}"
             sent += 1
             try:
                 session = self._http.session(fresh=fresh)

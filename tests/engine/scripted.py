@@ -58,7 +58,12 @@ class Server:
         """Those whose client waited for the answer."""
         self.control: dict[str, Any] = {
             "/health": None,
-            "/server_info": {"max_running_requests": 4, "max_total_num_tokens": 1000, "max_req_input_len": 90},
+            "/server_info": {
+                "max_running_requests": 4,
+                "max_total_num_tokens": 1000,
+                "context_length": 96,
+                "max_req_input_len": 90,
+            },
             "/model_info": {"model_path": "m", "model_type": "qwen3", "weight_version": "default"},
         }
         self.on_control: dict[str, Answer] = {}

@@ -101,6 +101,14 @@ async def test_load_sums_the_replicas_behind_one_address(server: Server, make: M
     assert await make().load() == EngineLoad(running=6, waiting=2, used_tokens=100)
 
 
+async def test_control_calls_do_not_share_connections(server: Server, make: Make) -> None:
+    """One that must not be repeated has to know that it never met a connection which the server had just dropped."""
+    engine = make()
+    for _ in range(3):
+        await engine.resume()
+    assert len({exchange.peer for exchange in server.exchanges}) == 3
+
+
 async def test_a_control_call_has_a_deadline(server: Server, make: Make) -> None:
     server.on_control["/continue_generation"] = hangs(headers=False)
     async with asyncio.timeout(3):
@@ -123,6 +131,22 @@ async def test_pause_ends_what_runs_before_it_pauses(server: Server, make: Make)
         assert task.done() or server.open == 0
     assert server.asked("/abort_request") == [{"abort_all": True}]
     assert server.asked("/pause_generation") == [{"mode": "abort"}]
+    assert task.result()[-1].finish_reason == "abort"
+
+
+async def test_pause_waits_until_what_it_aborted_has_ended(server: Server, make: Make) -> None:
+    """Else SGLang's own pause finds it running, and looks again only a second later."""
+    engine = make()
+    script = Abortable(server, begins=True, slow_s=0.1)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(collect(engine))
+        await server.until(lambda: server.open == 1)
+        pausing = group.create_task(engine.pause())
+        await script.heard.wait()
+        await asyncio.sleep(0.05)
+        assert not server.asked("/pause_generation")
+        await pausing
+    assert [x.path for x in server.answered] == ["/abort_request", "/generate", "/pause_generation"]
     assert task.result()[-1].finish_reason == "abort"
 
 

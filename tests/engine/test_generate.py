@@ -113,6 +113,11 @@ async def test_versions_that_are_no_integers_are_the_version_at_the_start(server
     assert list(chunk.versions) == [4, 4, 5]
 
 
+async def test_what_breaks_after_the_last_token_does_no_harm(server: Server, engine: SGLangEngine) -> None:
+    server.answers = [hangs_up(*lines(8)[:-1])]
+    assert [chunk.finish_reason for chunk in await collect(engine)] == [None, "length"]
+
+
 async def test_connections_are_kept(server: Server, engine: SGLangEngine) -> None:
     for i in range(5):
         await collect(engine, ask(f"r{i}"))
@@ -121,12 +126,12 @@ async def test_connections_are_kept(server: Server, engine: SGLangEngine) -> Non
 
 async def test_no_id_is_the_beginning_of_another(server: Server, engine: SGLangEngine) -> None:
     server.answers = [refuses(503), finished(4)]
-    for rid in ("1", "12", "1.0", "2"):
+    for rid in ("1", "12", "1.0", "10", "2"):
         await collect(engine, ask(rid))
     sent = [body["rid"] for body in server.asked("/generate")]
-    assert len(sent) == 5
+    assert len(sent) == 6
     assert not any(a != b and b.startswith(a) for a in sent for b in sent)
-    assert len(set(sent)) == 5
+    assert len(set(sent)) == 6
 
 
 async def test_an_id_that_is_running_is_refused(server: Server, engine: SGLangEngine) -> None:
@@ -212,10 +217,12 @@ async def test_a_busy_server_is_asked_again(server: Server, engine: SGLangEngine
     assert len(server.asked("/generate")) == 3
 
 
-async def test_retries_are_bounded(server: Server, engine: SGLangEngine) -> None:
-    server.answers = [refuses(503)]
-    with pytest.raises(EngineError, match="503"):
+@pytest.mark.parametrize("status", [429, 503])
+async def test_retries_are_bounded(server: Server, engine: SGLangEngine, status: int) -> None:
+    server.answers = [refuses(status)]
+    with pytest.raises(EngineError, match=str(status)) as failure:
         await collect(engine)
+    assert not isinstance(failure.value, EngineRejected)  # another server may have room
     assert len(server.asked("/generate")) == 3
 
 
@@ -355,6 +362,7 @@ async def test_a_second_cancellation_does_not_stop_the_abort(server: Server, eng
     assert task.cancelled()
     aborting = server.exchanges[-1]
     assert aborting.path == "/abort_request"
+    await asyncio.sleep(0.1)  # time for the server to notice a client that left
     released.set()
     await server.until(lambda: server.open == 0)
     assert aborting in server.answered
@@ -380,10 +388,12 @@ def aborted(ids: list[int], total: int) -> bytes:
 
 
 class Abortable:
-    """Runs one request until it is aborted; forgets the first ``deaf`` aborts, and speaks first if ``begins``."""
+    """Runs one request until ``slow_s`` after its abort; forgets the first ``deaf`` aborts, and speaks first if
+    ``begins``."""
 
-    def __init__(self, server: Server, *, deaf: int = 0, begins: bool = False) -> None:
+    def __init__(self, server: Server, *, deaf: int = 0, begins: bool = False, slow_s: float = 0.0) -> None:
         self.deaf = deaf
+        self.slow_s = slow_s
         self.begins = begins
         self.heard = asyncio.Event()
         self.first = asyncio.Event()
@@ -405,6 +415,7 @@ class Abortable:
         await self.first.wait()
         response = await exchange.stream(STREAM_HEAD)
         await self.heard.wait()
+        await asyncio.sleep(self.slow_s)
         await response.write(aborted([5], 5) + DONE)
         return response
 
@@ -469,9 +480,10 @@ async def test_abort_between_two_attempts_ends_the_request(
 async def test_abort_of_several_replies_ends_those_that_run(server: Server, engine: SGLangEngine) -> None:
     server.answers = [hangs(line(reply([1], 1, LENGTH, index=1)), line(reply([1, 2], 2, index=0)))]
     ends: dict[int, Any] = {}
-    async for chunk in engine.generate(ask(n=2)):
-        ends[chunk.index] = chunk.finish_reason
-        await engine.abort("r1")
+    async with asyncio.timeout(2):
+        async for chunk in engine.generate(ask(n=2)):
+            ends[chunk.index] = chunk.finish_reason
+            await engine.abort("r1")
     assert ends == {0: "abort", 1: "length"}
     await server.until(lambda: server.open == 0)
 

@@ -109,6 +109,7 @@ def test_a_cumulative_line_may_hold_more_than_it_counts() -> None:
         ("fewer tokens than counted", reply([1], 3)),
         ("logprobs missing", reply([1, 2], 2, rows=[1])),
         ("logprobs of other tokens", reply([1, 2], 2, rows=[1, 3])),
+        ("logprobs of the tokens before", reply([2, 3, 3], 3, rows=[1, 2, 3])),
         ("unknown index", reply([1], 1, index=1)),
         ("negative index", reply([1], 1, index=-1)),
         ("more tokens than counted at the end", reply([1, 2], 1, finish="stop")),
