@@ -13,7 +13,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -42,7 +42,8 @@ class SetupConfig(Section, frozen=True, kw_only=True):
     """A script that makes the model and the data when they are not there yet."""
 
     script: str = ""
-    """Python file; run as ``python SCRIPT --out DIR`` once, when ``out`` does not exist. Empty: nothing to make."""
+    """Python file; run as ``python SCRIPT --out DIR --seed SEED`` once, when ``out`` does not exist. Empty: nothing to
+    make."""
     out: str = "build"
     """Folder that the script fills. It appears under this name only when the script has succeeded."""
 
@@ -255,7 +256,7 @@ def load(path: str | Path, *, files: Sequence[str | Path] = (), overrides: Seque
 def load_table(table: Mapping[str, Any]) -> Recipe:
     """The recipe that a table of the same shape as the TOML gives, on top of its preset, checked. ``RecipeError``."""
     preset = table.get("preset", Recipe().preset)
-    if preset not in PRESETS:
+    if not isinstance(preset, str) or preset not in PRESETS:
         raise RecipeError(f"preset: unknown {preset!r}; known are {', '.join(PRESETS)}")
     try:
         recipe = msgspec.convert(_merge(PRESETS[preset], table), Recipe)
@@ -322,6 +323,7 @@ def check(recipe: Recipe) -> None:
     }
     for key, number in positive.items():
         _require(math.isfinite(number) and number > 0, key, number, "must be more than 0")
+    _require(all(0 <= b < 1 for b in t.betas), "trainer.betas", list(t.betas), "must be in [0, 1)")
     _require(0 < r.top_p <= 1, "rollout.top_p", r.top_p, "must be in (0, 1]")
     _require(0 <= recipe.env.max_failure_rate <= 1, "env.max_failure_rate", recipe.env.max_failure_rate, "is a share")
     _require(0 < recipe.algorithm.clip_low <= 1, "algorithm.clip_low", recipe.algorithm.clip_low, "must be in (0, 1]")
@@ -410,23 +412,26 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _explain(error: msgspec.ValidationError) -> str:
-    """msgspec's message with the key in front, and the nearest known name for an unknown one."""
+    """msgspec's message with the key in front, and what would be right where one of a few names is."""
     what, _, where = str(error).partition(" - at ")
     path = where.strip("`").removeprefix("$").removeprefix(".")
     if unknown := re.search(r"unknown field `(.+)`", what):
         name = unknown.group(1)
-        known = _fields_at(path)
+        known = [f.name for f in msgspec.structs.fields(_type_at(path))]
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
         return f"{path + '.' if path else ''}{name}: unknown key; {hint}"
-    return f"{path}: {what[:1].lower()}{what[1:]}"
+    if what.startswith("Invalid enum value"):
+        return f"{path}: unknown {what.split(maxsplit=3)[3]}; known are {', '.join(get_args(_type_at(path)))}"
+    return f"{path}: {what[:1].lower()}{what[1:].replace('`object`', '`table`')}"
 
 
-def _fields_at(path: str) -> list[str]:
-    section: Any = Recipe
+def _type_at(path: str) -> Any:
+    """The type of a dotted key."""
+    kind: Any = Recipe
     for name in filter(None, path.split(".")):
-        section = next(f.type for f in msgspec.structs.fields(section) if f.name == name)
-    return [f.name for f in msgspec.structs.fields(section)]
+        kind = next(f.type for f in msgspec.structs.fields(kind) if f.name == name)
+    return kind
 
 
 def _resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
