@@ -1,8 +1,9 @@
 """The Blocking port on threads: user code that blocks runs off the loop, and a call that hangs costs one thread.
 
 A worker is a daemon thread that takes calls from one queue. When the wait for a call is cancelled (a missed deadline),
-a call that has not begun is dropped, and a worker that is stuck in it is written off and replaced. Too many stuck
-workers end the run: threads cannot be killed, so a function that hangs often belongs into a process of its own.
+a call that has not begun is dropped, and a worker that is stuck in it is written off and replaced; it ends with its
+call, if that ever returns. Too many stuck workers end the run: threads cannot be killed, so a function that hangs often
+belongs into a process of its own.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class _Call:
 
 
 class ThreadBlocking:
-    """``workers`` threads, started on demand; at most ``max_stuck`` of them may hang over the whole run."""
+    """``workers`` threads, started on demand, beside at most ``max_stuck`` that hang."""
 
     def __init__(self, *, workers: int = 8, max_stuck: int = 32) -> None:
         self._max_workers = workers
@@ -69,10 +70,8 @@ class ThreadBlocking:
             raise TooManyStuck(f"{self._stuck} calls of user code hang in worker threads; find what blocks in {fn!r}")
         call = _Call(asyncio.get_running_loop(), fn, args)
         self._pending += 1
-        if self._workers < min(self._pending, self._max_workers):
-            self._workers += 1
-            threading.Thread(target=_work, args=(self._queue,), name="asyncrl-blocking", daemon=True).start()
         self._queue.put(call)
+        self._start_workers()
         try:
             result: T = await call.future
             return result
@@ -83,6 +82,7 @@ class ThreadBlocking:
             raise
         finally:
             self._pending -= 1
+            self._start_workers()
 
     async def close(self) -> None:
         """Let idle workers end; stuck ones are daemons and end with the process."""
@@ -90,23 +90,36 @@ class ThreadBlocking:
             self._queue.put(None)
         self._workers = 0
 
+    def _start_workers(self) -> None:
+        """As many as there are calls, up to the limit."""
+        while self._workers < min(self._pending, self._max_workers):
+            self._workers += 1
+            threading.Thread(target=self._work, name="asyncrl-blocking", daemon=True).start()
 
-def _work(calls: queue.SimpleQueue[_Call | None]) -> None:
-    while (call := calls.get()) is not None:
-        if not call.begin():
-            continue
-        settle: Callable[[Any], None]
-        value: Any
-        try:
-            settle, value = call.future.set_result, call.fn(*call.args)
-        except BaseException as error:  # whatever user code raises belongs to its caller
-            settle, value = call.future.set_exception, error
-        if not call.end():
-            return  # written off, and replaced by another worker
-        try:
-            call.loop.call_soon_threadsafe(_settle, call.future, settle, value)
-        except RuntimeError:
-            return  # the loop is closed: the run is over
+    def _work(self) -> None:
+        while (call := self._queue.get()) is not None:
+            if not call.begin():
+                continue
+            settle: Callable[[Any], None]
+            value: Any
+            try:
+                settle, value = call.future.set_result, call.fn(*call.args)
+            except StopIteration as error:  # which no future takes
+                settle, value = call.future.set_exception, RuntimeError(f"StopIteration: {error}")
+                value.__cause__ = error
+            except BaseException as error:  # whatever user code raises belongs to its caller
+                settle, value = call.future.set_exception, error
+            written_off = not call.end()
+            try:
+                if written_off:
+                    call.loop.call_soon_threadsafe(self._returned)
+                    return  # another worker has taken its place
+                call.loop.call_soon_threadsafe(_settle, call.future, settle, value)
+            except RuntimeError:
+                return  # the loop is closed: the run is over
+
+    def _returned(self) -> None:
+        self._stuck -= 1
 
 
 def _settle(future: asyncio.Future[Any], settle: Callable[[Any], None], value: Any) -> None:
