@@ -116,7 +116,8 @@ def explain(log: str) -> str:
     last line. Of several dead ranks the one that was killed is the cause; the others lost contact with it."""
     if own := re.search(r"(trainer rank \d+): error: (.+)", log):
         return f"{own[1]}: {own[2]}"
-    deaths = [(rank, int(code)) for rank, code in re.findall(r"rank\s*: (\d+) .*?exitcode\s*: (-?\d+)", log, re.DOTALL)]
+    report = re.findall(r"^ *rank *: (\d+) .*?^ *exitcode *: (-?\d+)", log, re.MULTILINE | re.DOTALL)
+    deaths = [(rank, int(code)) for rank, code in report]
     for rank, code in deaths:
         if code < 0 and code != -signal.SIGTERM:  # which torchrun itself sends to the rest
             return f"rank {rank} was killed by {signal.Signals(-code).name}"

@@ -6,6 +6,7 @@ from asyncrl.train.job import explain
 
 REPORT = """
 trainer rank 0: lost contact with another rank
+E1120 api.py:1002] failed (exitcode: 1) local_rank: 0 (pid: 10) of binary: python
 asyncrl.train.worker FAILED
 Failures:
 [1]:

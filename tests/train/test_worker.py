@@ -241,7 +241,7 @@ def alive(pid: int) -> bool:
 async def test_a_killed_rank_ends_the_job_at_once_with_the_reason_and_leaves_no_process(trainer: HttpTrainer) -> None:
     ranks = ranks_of(trainer)
     assert len(ranks) == 2
-    batch = make_batch(STEPS + 2, seed=6, groups=256)
+    batch = make_batch(await trainer.connect(), seed=6, groups=256)
     started = time.perf_counter()
 
     async def kill() -> None:
