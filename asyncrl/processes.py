@@ -42,7 +42,11 @@ class Child:
     async def start(cls, name: str, argv: Sequence[str], *, log: Path, env: Mapping[str, str]) -> Child:
         """Start ``argv`` with ``env`` on top of this process's environment; output goes to ``log``, appended."""
         try:
-            with log.open("ab") as output:
+            output = log.open("ab")
+        except OSError as error:
+            raise ChildError(f"{name}: cannot write its log {log} ({error.strerror})") from None
+        try:
+            with output:
                 process = await asyncio.create_subprocess_exec(
                     *argv,
                     stdin=asyncio.subprocess.DEVNULL,
@@ -65,8 +69,10 @@ class Child:
         return self._process.returncode
 
     async def wait(self) -> int:
-        """Until it ends; its exit code (negative: the signal that killed it)."""
-        return await self._process.wait()
+        """Until it ends; its exit code (negative: the signal that killed it). Processes that it leaves are killed."""
+        code = await self._process.wait()
+        _signal_group(self.pid, signal.SIGKILL)
+        return code
 
     def death(self) -> str:
         """One line on how it ended: exit code, the last line it wrote, and where the log is."""
@@ -75,20 +81,28 @@ class Child:
         return f"{self.name} {how}: {last_line(self.log)} (log: {self.log})"
 
     async def stop(self, grace_s: float = 10.0) -> None:
-        """SIGTERM to its process group, SIGKILL after ``grace_s``; returns when it is gone."""
-        if self.exit_code is not None:
-            return
-        self._signal(signal.SIGTERM)
-        try:
-            async with asyncio.timeout(grace_s):
-                await self.wait()
-        except TimeoutError:
-            self._signal(signal.SIGKILL)
-            await self.wait()
+        """See ``end_group``."""
+        await end_group(self._process, grace_s)
 
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
+
+async def end_group(process: asyncio.subprocess.Process, grace_s: float) -> None:
+    """SIGTERM to a child that leads a session and to all in its group; SIGKILL to who is left when the child has ended,
+    after ``grace_s``, or when this is cancelled. Returns when the child is gone."""
+    if process.returncode is not None:
+        return
+    _signal_group(process.pid, signal.SIGTERM)
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await process.wait()
+    finally:
+        _signal_group(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, number)
 
 
 def last_line(log: Path) -> str:

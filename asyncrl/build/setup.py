@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TextIO
 
 from asyncrl.config import Recipe, RecipeError
-from asyncrl.processes import die_with_parent
+from asyncrl.processes import die_with_parent, end_group
+
+GRACE_S = 10.0
 
 
 async def set_up(recipe: Recipe, out: TextIO) -> None:
@@ -34,11 +36,12 @@ async def set_up(recipe: Recipe, out: TextIO) -> None:
         try:
             code = await process.wait()
         except asyncio.CancelledError:
-            process.terminate()
-            await process.wait()
+            await end_group(process, GRACE_S)
             raise
         if code:
             raise RecipeError(f"setup.script: {script} exited with {code}; its last line says why")
+        if not part.is_dir():
+            raise RecipeError(f"setup.script: {script} made no folder at its --out")
         part.rename(target)
     except OSError as error:
         raise RecipeError(f"setup.out: cannot make {target} ({error.strerror})") from None
