@@ -27,6 +27,7 @@ log = logging.getLogger("asyncrl.serve")
 
 PARENT_VARIABLE = "ASYNCRL_PARENT_PID"
 STOP_TIMEOUT_S = 5.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,7 +39,9 @@ def main(argv: list[str] | None = None) -> int:
         spec = read_spec(args.model)
         _check(args, spec)
         with _bind(args.host, args.port) as bound:
-            return uvloop.run(_serve(args, spec, bound))
+            for number in _SIGNALS:
+                signal.signal(number, _leave)
+            return uvloop.run(_serve(args, _load(args, spec), bound))
     except ServeError as error:
         print(f"asyncrl serve: {error}", file=sys.stderr)
         return 2
@@ -91,7 +94,12 @@ def _no_port(host: str, port: int, error: Exception) -> str:
     return f"cannot listen on {host}:{port}: {reason}; choose another --port"
 
 
-async def _serve(args: argparse.Namespace, spec: ModelSpec, bound: socket.socket) -> int:
+def _leave(number: int, frame: object) -> None:
+    """A signal while the model is loading."""
+    sys.exit(0)
+
+
+async def _serve(args: argparse.Namespace, model: Model, bound: socket.socket) -> int:
     # Imported here: torch takes a second, and a bad argument should not have to wait for it.
     from aiohttp import web
 
@@ -100,7 +108,7 @@ async def _serve(args: argparse.Namespace, spec: ModelSpec, bound: socket.socket
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
     crashes: list[BaseException] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _SIGNALS:
         loop.add_signal_handler(number, stopped.set)
 
     def on_crash(error: BaseException) -> None:
@@ -108,7 +116,7 @@ async def _serve(args: argparse.Namespace, spec: ModelSpec, bound: socket.socket
         stopped.set()
 
     server = Server(
-        _load(args, spec),
+        model,
         Limits(
             context_length=args.context_length,
             max_running_requests=args.max_running_requests,

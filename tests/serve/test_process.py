@@ -79,6 +79,43 @@ def test_a_signal_ends_it_cleanly_and_at_once(folder: Path, number: signal.Signa
         assert b"Traceback" not in errors
 
 
+BREAKS = """
+import sys, torch
+from asyncrl.serve import __main__, model
+def decode(*arguments):
+    raise RuntimeError("boom")
+model.Model.decode = decode
+sys.exit(__main__.main(sys.argv[1:]))
+"""
+
+
+def test_an_engine_that_breaks_ends_the_server(folder: Path) -> None:
+    """It must not go on answering /health; whoever started it starts it again."""
+    port = free_port()
+    process = subprocess.Popen([sys.executable, "-c", BREAKS, str(folder), "--port", str(port)], stderr=subprocess.PIPE)
+    try:
+        until_healthy(port)
+        with pytest.raises(OSError, match=r"Remote end closed|reset"):
+            get(port, "/generate", request(prompt(1), max_new_tokens=5))
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 1
+        assert b"the engine broke: boom" in errors
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_signal_while_loading_ends_it(folder: Path) -> None:
+    loading = (
+        "import os, signal; from asyncrl.serve import __main__ as m;"
+        "m._load = lambda *a: os.kill(os.getpid(), signal.SIGTERM); raise SystemExit(m.main())"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", loading, str(folder), "--port", "0"], capture_output=True, timeout=60
+    )
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
 def send(connection: socket.socket, path: str, body: object) -> None:
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"

@@ -195,14 +195,20 @@ async def test_abort_reaches_all_n_replies(client: Client) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_frees_its_slot(client: Client, stream: bool) -> None:
-    async with aiohttp.ClientSession() as session:
-        body = request(prompt(1), rid="gone", stream=stream, max_new_tokens=LONG)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.1), session.post(client.url + "/generate", json=body) as response:
-                async for _ in response.content:
-                    pass
+    body = request(prompt(1), rid="gone", stream=stream, max_new_tokens=LONG)
+
+    async def listen() -> None:
+        async with aiohttp.ClientSession() as session, session.post(client.url + "/generate", json=body) as response:
+            await response.read()
+
+    async with asyncio.TaskGroup() as group:
+        listener = group.create_task(listen())
+        await client.until_running(1)
+        (sequence,) = client.server.engine.scheduler.running
+        listener.cancel()
     await client.until_running(0)
-    assert (await client.load())["num_used_tokens"] == 0
+    assert sequence.finish is not None
+    assert (sequence.finish.type, len(sequence.output) < LONG) == ("abort", True)
     assert len((await client.generate(prompt(1), rid="gone", max_new_tokens=1))["output_ids"]) == 1
 
 
