@@ -41,9 +41,11 @@ def load_environment(config: EnvConfig) -> Environment:
     if target is None:
         raise RecipeError(f"env.target: {module_name} has no {name!r}")
     if inspect.isclass(target) and issubclass(target, Env):
-        for method in ("reset", "step"):
+        for method in ("reset", "step", "close"):
             if not inspect.iscoroutinefunction(getattr(target, method)):
                 raise RecipeError(f"env.target: {name}.{method} must be `async def`")
+            if method != "close" and getattr(target, method) is getattr(Env, method):
+                raise RecipeError(f"env.target: {name} must define `async def {method}`")
         try:
             inspect.signature(target).bind(**config.kwargs)
         except TypeError as error:
@@ -73,7 +75,7 @@ def _with_kwargs(function: RewardFunction, kwargs: Mapping[str, Any]) -> RewardF
 def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RecipeError(f"env.target: cannot import {name}: {_where(error)}") from None
 
 
@@ -87,15 +89,19 @@ def _import_file(file: Path) -> Any:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RecipeError(f"env.target: cannot import {file}: {_where(error)}") from None
     return module
 
 
-def _where(error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
+def _where(error: BaseException) -> str:
+    """The error in one line, with the file and line that raised it, where that is not the import system itself."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+    own = (__file__, importlib.__file__)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in own and f.filename[0] != "<"]
     at = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{at}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{at}"
 
 
 def load_tasks(path: str, key: str, required: Sequence[str] = ()) -> list[Task]:
@@ -120,13 +126,16 @@ def load_tasks(path: str, key: str, required: Sequence[str] = ()) -> list[Task]:
 def _jsonl_rows(file: Path, key: str) -> list[tuple[int, dict[str, Any]]]:
     rows: list[tuple[int, dict[str, Any]]] = []
     decode = msgspec.json.Decoder(dict[str, Any]).decode
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    rows.append((number, decode(line)))
-                except msgspec.DecodeError as error:
-                    raise RecipeError(f"{key}: {file}:{number}: not a JSON object: {error}") from None
+    try:
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    try:
+                        rows.append((number, decode(line)))
+                    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                        raise RecipeError(f"{key}: {file}:{number}: not a JSON object: {error}") from None
+    except OSError as error:
+        raise RecipeError(f"{key}: {file}: cannot read it ({error.strerror})") from None
     return rows
 
 
