@@ -167,13 +167,13 @@ class Tokenizer(Protocol):
         """Ids that end a turn."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text``, special tokens recognised, none added."""
+        """Ids of ``text``, special tokens recognised, none added. Raises ``ValueError`` for what is no valid text."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens."""
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        """The chat template's text. Raises ``ValueError`` if the model has no chat template."""
+        """The chat template's text. Raises ``ValueError`` if there is no template or if it refuses the messages."""
 
 
 class StepMetrics(Record, frozen=True, kw_only=True):

@@ -19,11 +19,17 @@ class HuggingFaceTokenizer:
 
         if not (folder / "tokenizer.json").is_file():
             raise RecipeError(f"model.path: no tokenizer.json in {folder}; give a folder saved by save_pretrained")
-        self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
+        try:
+            self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
+        except Exception as error:  # the Rust library raises nothing narrower
+            raise RecipeError(f"model.path: cannot load the tokenizer in {folder}: {_one_line(error)}") from None
         self.eos_ids = _eos_ids(folder, self._tokenizer.eos_token_id)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        except TypeError:
+            raise ValueError(f"no text that can be encoded: {text!r:.100}") from None
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -33,9 +39,12 @@ class HuggingFaceTokenizer:
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
         if not self._tokenizer.chat_template:
             raise ValueError("the model has no chat template; observations must be plain text")
-        text: str = self._tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as error:  # a template is a program, and the messages are a user's
+            raise ValueError(f"the chat template refuses the messages: {_one_line(error)}") from error
         return text
 
 
@@ -45,6 +54,13 @@ def _eos_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         file = folder / name
         if file.is_file():
-            eos = json.loads(file.read_text()).get("eos_token_id")
+            try:
+                eos = json.loads(file.read_text()).get("eos_token_id")
+            except (ValueError, AttributeError):
+                raise RecipeError(f"model.path: {file} is not a JSON object") from None
             ids += eos if isinstance(eos, list) else [] if eos is None else [eos]
     return tuple(dict.fromkeys(ids))
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
