@@ -143,7 +143,8 @@ class SimEngine:
         sequences = self._by_rid.get(rid, [])
         self._advance()
         for sequence in sequences:
-            self._emit(sequence, sequence.ended or "abort")
+            if any(sequence is other for queue in (self._running, self._waiting, self._held) for other in queue):
+                self._emit(sequence, sequence.ended or "abort")
         self._remove(sequences)
 
     async def pause(self) -> None:
