@@ -1,7 +1,8 @@
 """Scorer: a user's reward function, bounded in number and time, off the loop.
 
-A plain function runs on a worker through the Blocking port; an ``async def`` runs on the loop. Whatever it raises, an
-answer that is no finite number, or a missed deadline is an ``EpisodeFailed``: data, not the end of the run.
+A plain function runs on a worker through the Blocking port; an ``async def`` runs on the loop, and so does an awaitable
+that a plain callable returns. Whatever it raises, an answer that is no finite number, or a missed deadline is an
+``EpisodeFailed``: data, not the end of the run.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ class Scorer:
         async with self._slots, user_call("reward", self._timeout_s):
             answer: Any
             if self._is_async:
-                answer = await self._function(task, action)  # type: ignore[misc]
+                answer = self._function(task, action)
             else:
                 answer = await self._blocking.run(self._function, task, action)
+            if inspect.isawaitable(answer):
+                answer = await answer
             return checked_reward("reward", answer)
 
 
@@ -44,8 +47,9 @@ def checked_reward(where: str, value: Any) -> float:
     """``value`` as a finite float, or ``EpisodeFailed``."""
     try:
         reward = float(value)
-    except (TypeError, ValueError):
-        raise EpisodeFailed(where, f"gave {value!r} as the reward; it must be a number") from None
+    except Exception:  # a type of the user's, with a conversion of its own
+        shown = " ".join(repr(value).split())
+        raise EpisodeFailed(where, f"gave {shown:.80} as the reward; it must be a number") from None
     if not math.isfinite(reward):
         raise EpisodeFailed(where, f"gave {reward} as the reward; it must be finite")
     return reward

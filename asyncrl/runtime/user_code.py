@@ -29,7 +29,11 @@ class EnvFailing(Exception):
 
 @asynccontextmanager
 async def user_call(where: str, timeout_s: float) -> AsyncIterator[None]:
-    """Run user code: an exception or a missed deadline comes out as ``EpisodeFailed``; cancellation passes."""
+    """Run user code: an exception or a missed deadline comes out as ``EpisodeFailed``; cancellation passes, even where
+    the user's code swallowed it (a bare ``except`` must not keep a run from ending)."""
+    task = asyncio.current_task()
+    assert task is not None
+    cancellations = task.cancelling()
     try:
         async with asyncio.timeout(timeout_s) as scope:
             yield
@@ -40,12 +44,14 @@ async def user_call(where: str, timeout_s: float) -> AsyncIterator[None]:
             raise EpisodeFailed(where, f"no answer within {timeout_s:g} s") from None
         raise _failed(where, error) from error
     except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
+        if task.cancelling() > cancellations:
             raise
         raise _failed(where, error) from error  # nobody cancelled us: the user's code raised it
     except (Exception, SystemExit) as error:
         raise _failed(where, error) from error
+    finally:
+        if task.cancelling() > cancellations:
+            raise asyncio.CancelledError
 
 
 def _failed(where: str, error: BaseException) -> EpisodeFailed:

@@ -1,0 +1,220 @@
+"""The border to user code, on virtual time: what comes out as an episode's failure, and what passes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from asyncrl.runtime.user_code import EnvFailing, EpisodeFailed, FailureWindow, user_call
+from asyncrl.sim.loop import run
+
+Code = Callable[[], Awaitable[Any]]
+
+
+async def called(code: Code, timeout_s: float = 5.0) -> Any:
+    async with user_call("step", timeout_s):
+        return await code()
+
+
+def failure(code: Code) -> EpisodeFailed:
+    async def main() -> EpisodeFailed:
+        with pytest.raises(EpisodeFailed) as error:
+            await called(code)
+        return error.value
+
+    return run(main())
+
+
+async def forever() -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+def raising(error: BaseException) -> Code:
+    async def code() -> None:
+        await asyncio.sleep(1)
+        raise error
+
+    return code
+
+
+def test_an_answer_in_time_passes_through() -> None:
+    async def code() -> str:
+        await asyncio.sleep(4.9)
+        return "answer"
+
+    assert run(called(code)) == "answer"
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("no such tool"), "step: ValueError: no such tool"),
+        (ValueError("first\nsecond"), "step: ValueError: first"),
+        (KeyError(), "step: KeyError"),
+        (ValueError("x" * 500), "step: ValueError: " + "x" * 188),
+        (TimeoutError("of the user's own"), "step: TimeoutError: of the user's own"),
+        (asyncio.CancelledError(), "step: CancelledError"),
+        (SystemExit(3), "step: SystemExit: 3"),
+        (ExceptionGroup("two", [ValueError("a"), KeyError("b")]), "step: ExceptionGroup: two (2 sub-exceptions)"),
+    ],
+)
+def test_whatever_user_code_raises_is_one_line_and_a_traceback(error: BaseException, message: str) -> None:
+    got = failure(raising(error))
+    assert str(got) == message
+    assert got.where == "step"
+    assert "in code" in got.details and "raise error" in got.details
+
+
+def test_a_missed_deadline_is_a_failure_at_that_time() -> None:
+    async def main() -> float:
+        with pytest.raises(EpisodeFailed, match=r"^step: no answer within 2.5 s$"):
+            await called(forever, 2.5)
+        return asyncio.get_running_loop().time()
+
+    assert run(main()) == pytest.approx(2.5)
+
+
+def test_a_failure_that_is_one_already_passes_unchanged() -> None:
+    inner = EpisodeFailed("reward", "why")
+    assert failure(raising(inner)) is inner
+
+
+async def swallows() -> str:
+    try:
+        await forever()
+    except BaseException:
+        return "swallowed"
+    return ""
+
+
+async def hides() -> None:
+    try:
+        await forever()
+    except asyncio.CancelledError:
+        raise ValueError("my cleanup failed") from None
+
+
+async def goes_on() -> None:
+    try:
+        await forever()
+    except asyncio.CancelledError:
+        await asyncio.sleep(1)
+
+
+async def plain_timeout() -> None:
+    async with asyncio.timeout(100):
+        await forever()
+
+
+@pytest.mark.parametrize("code", [forever, swallows, hides, goes_on, plain_timeout])
+def test_cancellation_passes_whatever_user_code_does_with_it(code: Code) -> None:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(called(code))
+            await asyncio.sleep(1)
+            task.cancel()
+        assert task.cancelled()
+
+    run(main())
+
+
+@pytest.mark.parametrize("code", [forever, swallows, hides, goes_on, plain_timeout])
+def test_an_outer_deadline_is_the_outer_one_s_timeout(code: Code) -> None:
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1):
+                await called(code)
+        task = asyncio.current_task()
+        assert task is not None and task.cancelling() == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("code", [forever, swallows, hides, goes_on, plain_timeout])
+def test_the_own_deadline_never_looks_like_a_cancellation(code: Code) -> None:
+    async def main() -> None:
+        with contextlib.suppress(EpisodeFailed):
+            await called(code, 1)
+        await asyncio.sleep(1)  # a cancellation that lingered would come out here
+
+    run(main())
+
+
+def test_clean_up_of_a_cancelled_task_may_call_user_code() -> None:
+    """Only a cancellation that arrives during the call counts."""
+    closed: list[bool] = []
+
+    async def close() -> None:
+        await asyncio.sleep(1)
+        closed.append(True)
+
+    async def episode() -> None:
+        try:
+            await forever()
+        finally:
+            await called(close)
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(episode())
+            await asyncio.sleep(0)
+            task.cancel()
+        assert task.cancelled()
+
+    run(main())
+    assert closed == [True]
+
+
+def test_a_keyboard_interrupt_is_not_the_episode_s() -> None:
+    def main() -> Coroutine[Any, Any, Any]:
+        return called(raising(KeyboardInterrupt()))
+
+    with pytest.raises(KeyboardInterrupt):
+        run(main())
+
+
+# --- the failure window -----------------------------------------------------------------------------------------------
+
+
+def failed(why: str = "boom", details: str = "") -> EpisodeFailed:
+    return EpisodeFailed("step", why, details)
+
+
+def test_a_window_that_is_not_full_never_ends_the_run() -> None:
+    window = FailureWindow(size=4, max_rate=0.0)
+    for _ in range(3):
+        window.failed(failed())
+    with pytest.raises(EnvFailing):
+        window.failed(failed())
+
+
+def test_the_rate_must_be_exceeded_within_the_last_episodes() -> None:
+    window = FailureWindow(size=4, max_rate=0.5)
+    for _ in range(100):  # half fail, for ever
+        window.failed(failed())
+        window.succeeded()
+    window.failed(failed())
+    with pytest.raises(EnvFailing, match="75% of the last 4 episodes failed"):
+        window.failed(failed())
+
+
+def test_a_rate_of_one_tolerates_everything() -> None:
+    window = FailureWindow(size=2, max_rate=1.0)
+    for _ in range(10):
+        window.failed(failed())
+
+
+def test_the_end_comes_with_the_first_failure_and_its_traceback() -> None:
+    window = FailureWindow(size=2, max_rate=0.4)
+    window.failed(failed("the cause", "Traceback:\n  File x\n"))
+    with pytest.raises(EnvFailing) as error:
+        window.failed(failed("a consequence", "other"))
+    first, *details = str(error.value).splitlines()
+    assert first == (
+        "100% of the last 2 episodes failed (env.max_failure_rate is 40%); the first failure was step: the cause"
+    )
+    assert details == ["Traceback:", "  File x"]
