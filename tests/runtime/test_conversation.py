@@ -1,0 +1,166 @@
+"""Tokens in, tokens out: what was sampled stays as it was, and chat by difference is the whole chat rendered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from asyncrl.env import Observation
+from asyncrl.runtime.conversation import Conversation
+
+CHATML = """\
+{%- if messages[0].role != 'system' %}{{ '<|im_start|>system\\nBe brief.<|im_end|>\\n' }}{% endif %}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+NO_ASSISTANT = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+SPECIALS = ("<|im_start|>", "<|im_end|>")
+START, END = 0x110000, 0x110001
+
+
+class CharTokenizer:
+    """A character is a token, except for two special tokens. Counts what it encodes."""
+
+    def __init__(self, template: str = CHATML) -> None:
+        self.eos_ids = (END,)
+        self.encoded = 0
+        self._template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(template)
+
+    def encode(self, text: str) -> list[int]:
+        self.encoded += len(text)
+        ids: list[int] = []
+        while text:
+            special = next((s for s in SPECIALS if text.startswith(s)), None)
+            ids.append(START + SPECIALS.index(special) if special else ord(text[0]))
+            text = text[len(special or text[0]) :]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(i) for i in ids if i < START)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt)
+
+
+def user(text: str) -> Observation:
+    return Observation(messages=[{"role": "user", "content": text}])
+
+
+def answer(dialogue: Conversation, ids: Sequence[int], reason: str = "stop", version: int = 0) -> str:
+    return dialogue.add_output(ids, [-0.5] * len(ids), [version] * len(ids), reason)
+
+
+words = st.text(st.characters(min_codepoint=32, max_codepoint=0x2FF), max_size=8)
+
+
+@given(first=words, turns=st.lists(st.tuples(words, words), max_size=5), system=st.booleans())
+def test_chat_by_difference_is_the_whole_chat_rendered(first: str, turns: list[tuple[str, str]], system: bool) -> None:
+    """Where the model ended its turns itself."""
+    tokenizer = CharTokenizer()
+    messages = [{"role": "system", "content": "Speak."}] * system + [{"role": "user", "content": first}]
+    dialogue = Conversation(tokenizer)
+    dialogue.observe(Observation(messages=messages))
+    for said, heard in turns:
+        assert answer(dialogue, [*map(ord, said), END]) == said
+        dialogue.observe(user(heard))
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": heard}]
+        assert dialogue.ids == tokenizer.encode(tokenizer.render(messages, True))
+
+
+@given(first=words, turns=st.lists(st.tuples(words, words), max_size=5))
+def test_a_truncated_turn_is_closed_by_the_template(first: str, turns: list[tuple[str, str]]) -> None:
+    tokenizer = CharTokenizer()
+    messages = [{"role": "user", "content": first}]
+    dialogue = Conversation(tokenizer)
+    dialogue.observe(user(first))
+    for said, heard in turns:
+        answer(dialogue, [*map(ord, said)], "length")
+        dialogue.observe(user(heard))
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": heard}]
+        assert dialogue.ids == tokenizer.encode(tokenizer.render(messages, True))
+    for turn in dialogue.turns[1:]:
+        assert turn.prompt_ids[0] == END, "observed, not sampled: the loss must not see it"
+
+
+def test_several_messages_at_once_and_other_roles_are_rendered_too() -> None:
+    tokenizer = CharTokenizer()
+    dialogue = Conversation(tokenizer)
+    dialogue.observe(user("search"))
+    answer(dialogue, [ord("a"), END])
+    results = [{"role": "tool", "content": "one"}, {"role": "tool", "content": "two"}]
+    dialogue.observe(Observation(messages=results))
+    whole = [{"role": "user", "content": "search"}, {"role": "assistant", "content": "a"}, *results]
+    assert dialogue.ids == tokenizer.encode(tokenizer.render(whole, True))
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 2**31 - 1), max_size=5), st.sampled_from(["chat", "text", "str"])), max_size=6
+    )
+)
+def test_what_was_sampled_stays_in_place_whatever_follows(turns: list[tuple[list[int], str]]) -> None:
+    """Append-only: every state of the ids is a prefix of the next, and the turns add up to them."""
+    dialogue = Conversation(CharTokenizer())
+    dialogue.observe("hi")
+    before: list[int] = []
+    for version, (output, kind) in enumerate(turns):
+        assert dialogue.ids[: len(before)] == before
+        before = list(dialogue.ids)
+        dialogue.add_output(output, [-0.25] * len(output), [version] * len(output), "stop")
+        assert dialogue.ids == before + output
+        before = list(dialogue.ids)
+        dialogue.observe(user("x") if kind == "chat" else Observation(text="x") if kind == "text" else "x")
+    assert dialogue.ids[: len(before)] == before
+    told = [i for turn in dialogue.turns for i in (*turn.prompt_ids, *turn.output_ids)]
+    assert dialogue.ids[: len(told)] == told
+    assert [list(turn.output_ids) for turn in dialogue.turns] == [output for output, _ in turns]
+    assert [list(turn.versions) for turn in dialogue.turns] == [[v] * len(o) for v, (o, _) in enumerate(turns)]
+    assert all(turn.logprobs == [-0.25] * len(turn.output_ids) for turn in dialogue.turns)
+
+
+def test_text_observations_are_encoded_as_they_are() -> None:
+    dialogue = Conversation(CharTokenizer())
+    dialogue.observe("3+4=")
+    assert answer(dialogue, [ord("7"), END]) == "7"
+    dialogue.observe(Observation(text="\nwrong "))
+    assert dialogue.ids == [*map(ord, "3+4=7"), END, *map(ord, "\nwrong ")]
+    assert dialogue.turns[0].prompt_ids == [*map(ord, "3+4=")]
+
+
+def test_a_template_that_drops_the_model_s_turns_is_refused() -> None:
+    dialogue = Conversation(CharTokenizer(NO_ASSISTANT))
+    dialogue.observe(user("hi"))
+    answer(dialogue, [ord("a"), END])
+    before = list(dialogue.ids)
+    with pytest.raises(ValueError, match="drops assistant turns"):
+        dialogue.observe(user("again"))
+    assert dialogue.ids == before
+
+
+def test_a_user_s_text_that_looks_like_the_mark_harms_nothing() -> None:
+    tokenizer = CharTokenizer()
+    dialogue = Conversation(tokenizer)
+    dialogue.observe(user("hi"))
+    answer(dialogue, [ord("a"), END])
+    text = "\u2063assistant\u2063 again"
+    dialogue.observe(user(text))
+    assert text in tokenizer.decode(dialogue.ids)
+
+
+def test_an_episode_of_many_turns_costs_its_own_length() -> None:
+    """Encoded characters grow linearly with the turns: the dialogue so far is never encoded again."""
+    costs = []
+    for turns in (100, 200):
+        tokenizer = CharTokenizer()
+        dialogue = Conversation(tokenizer)
+        dialogue.observe(user("begin"))
+        for _ in range(turns):
+            answer(dialogue, [*map(ord, "go north"), END])
+            dialogue.observe(user("You are in a room."))
+        costs.append(tokenizer.encoded)
+    assert costs[1] <= 2 * costs[0]
+    assert costs[1] <= 200 * 120
