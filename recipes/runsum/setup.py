@@ -1,7 +1,7 @@
 """Makes what the recipe starts from: the data, a character tokenizer, and a small Qwen3 that is warm but careless.
 
-The task: a prompt holds 2 to 32 digits in a field of fixed width (``3492............................=``), and the answer
-is the running sum modulo 10 after each digit (``3768``). Lengths are lognormal, so a few answers are very long.
+The task: a prompt holds 2 to 32 digits in a field of fixed width (``3492............................=``), and the
+answer is the running sum modulo 10 after each digit (``3768``). Lengths are lognormal, so a few answers are very long.
 
 The warm start is a short supervised run on demonstrations of a careless teacher, who now and then writes any digit and
 goes on from it. So the model knows the form and much of the arithmetic, is exactly right one time in five when it
