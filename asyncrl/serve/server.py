@@ -168,7 +168,6 @@ class Server:
             while len(replies) < len(sequences):
                 output = await queue.get()
                 replies[_sink(output).number] = self._reply(output, body)
-            self._live.discard(rid)
             ordered = [replies[i] for i in range(len(sequences))]
             return _json(ordered[0] if body.sampling_params.n == 1 else ordered)
         except ConnectionResetError:  # the client went away in the middle of a write
