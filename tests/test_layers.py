@@ -26,6 +26,7 @@ SAME_LEVEL = {
     ("servers", "processes"): "a local server is a child process",
     ("loading", "envs.single_turn"): "a reward function is played in the environment for single turns",
     ("loading", "runtime.reward"): "the type of a reward function",
+    ("train", "processes"): "the torchrun job is a child process",
     ("train", "weights.sender"): "rank 0 is the sending end of a transport",
 }
 """Imports between worlds that the tree needs, each with its reason."""
@@ -102,7 +103,7 @@ def test_every_top_level_name_has_its_place() -> None:
     [
         *(("core.types", "env"), ("ports", "config"), ("config", "runtime.reward"), ("build.real", "cli")),
         *(("runtime.llm_proxy", "engine.sglang"), ("observe.report", "runtime"), ("runtime.reward", "loading")),
-        *(("sim.engine", "build.virtual"), ("train.client", "processes"), ("loading", "runtime.llm_proxy")),
+        *(("sim.engine", "build.virtual"), ("train.client", "servers"), ("loading", "runtime.llm_proxy")),
     ],
 )
 def test_the_check_itself_refuses(importer: str, imported: str) -> None:

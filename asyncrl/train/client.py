@@ -19,7 +19,8 @@ import msgspec
 from asyncrl.config import Recipe
 from asyncrl.core.types import Batch
 from asyncrl.ports import StepResult, TrainerError
-from asyncrl.train.job import TorchrunJob, free_port
+from asyncrl.processes import free_port
+from asyncrl.train.job import TorchrunJob
 from asyncrl.wire import JoinGroupReq, PublishReq, SaveReq, TrainerInfo, TrainReply, TrainReq, TrainSequence
 
 T = TypeVar("T")
@@ -104,7 +105,7 @@ class HttpTrainer:
                         async with asyncio.timeout(SHUTDOWN_S):
                             await self._request("POST", "shutdown", b"", TrainReply)
                             await self._job.wait()
-                await self._job.kill()
+                await self._job.stop()
         finally:
             if self._session is not None:
                 await self._session.close()

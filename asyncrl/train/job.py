@@ -1,7 +1,7 @@
-"""The torchrun job as processes: start it, learn why it ended, end it without orphans. Imports no torch.
+"""The torchrun job as a child process: start it, learn why it ended. Imports no torch.
 
-Owns one process group and one log file. torchrun starts its ranks in sessions of their own; they end with torchrun or
-with this process (``lifetime.py``), whichever dies first.
+torchrun starts its ranks in sessions of their own; they end with torchrun or with this process (``lifetime.py``),
+whichever dies first.
 """
 
 from __future__ import annotations
@@ -10,39 +10,37 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import sys
 from collections.abc import Awaitable
-from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 from asyncrl import config
 from asyncrl.ports import TrainerError
+from asyncrl.processes import Child
 from asyncrl.train.lifetime import PARENT_VARIABLE
 
 T = TypeVar("T")
 
-TERMINATE_S = 5.0
-"""How long SIGTERM, and then SIGKILL, may take."""
+STOP_S = 5.0
+"""How long torchrun may take, after SIGTERM, to end its ranks."""
 
 
 class TorchrunJob:
-    """One launch of the worker on this machine."""
+    """One launch of the worker on this machine. ``log_start`` is where its words begin in the log."""
 
-    def __init__(self, process: asyncio.subprocess.Process, log: Path, log_start: int) -> None:
-        self._process = process
-        self._log = log
+    def __init__(self, child: Child, log_start: int) -> None:
+        self._child = child
         self._log_start = log_start
 
     @classmethod
     async def start(cls, recipe: config.Recipe, model: str, port: int, run_dir: Path, log: Path) -> TorchrunJob:
-        """Returns as soon as torchrun runs. Raises ``OSError``."""
+        """Returns as soon as torchrun runs. Raises ``OSError`` or ``ChildError``."""
         path = _write_recipe(recipe, run_dir)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(recipe.trainer.ranks), "-m", "asyncrl.train.worker"]
         command += ["--recipe", str(path), "--model", model, "--port", str(port)]
-        environment = os.environ | {
+        environment = {
             PARENT_VARIABLE: str(os.getpid()),
             "OMP_NUM_THREADS": str(recipe.trainer.threads),
             "MKL_NUM_THREADS": str(recipe.trainer.threads),
@@ -50,25 +48,19 @@ class TorchrunJob:
             "HF_HUB_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
         }
+        if recipe.trainer.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = recipe.trainer.gpus
         log.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            start = os.fstat(descriptor).st_size
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=descriptor,
-                stderr=asyncio.subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
-        finally:
-            os.close(descriptor)
-        return cls(process, log, start)
+        start = log.stat().st_size if log.exists() else 0
+        return cls(await Child.start("trainer", command, log=log, env=environment), start)
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
 
     @property
     def running(self) -> bool:
-        return self._process.returncode is None
+        return self._child.exit_code is None
 
     async def unless_ended(self, work: Awaitable[T]) -> T:
         """``work``'s result; given up with a ``TrainerError`` as soon as the job ends."""
@@ -82,31 +74,18 @@ class TorchrunJob:
         return result
 
     async def _ended(self) -> None:
-        code = await self._process.wait()
-        raise TrainerError(f"trainer: the job ended with exit code {code}: {explain(self._tail())} (see {self._log})")
+        code, log = await self._child.wait(), self._child.log
+        raise TrainerError(f"trainer: the job ended with exit code {code}: {explain(self._words())} (see {log})")
 
     async def wait(self) -> None:
-        await self._process.wait()
+        await self._child.wait()
 
-    async def kill(self) -> None:
+    async def stop(self) -> None:
         """SIGTERM, on which torchrun ends its ranks; then SIGKILL, after which they end by themselves."""
-        try:
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                if self.running:
-                    self._signal(number)
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(TERMINATE_S):
-                            await self._process.wait()
-        finally:
-            if self.running:  # cancelled meanwhile
-                self._signal(signal.SIGKILL)
+        await self._child.stop(STOP_S)
 
-    def _signal(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
-
-    def _tail(self) -> str:
-        with self._log.open("rb") as log:
+    def _words(self) -> str:
+        with self._child.log.open("rb") as log:
             log.seek(self._log_start)
             return log.read().decode(errors="replace")
 
@@ -126,14 +105,6 @@ def explain(log: str) -> str:
         return f"rank {rank} ended with exit code {code}"
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return lines[-1] if lines else "it left no word in its log"
-
-
-def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _write_recipe(recipe: config.Recipe, run_dir: Path) -> Path:

@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config import AlgorithmConfig, Recipe, TrainerConfig, WeightsConfig
 from asyncrl.core import manifest as manifests
 from asyncrl.ports import TrainerError
+from asyncrl.processes import free_port
 from asyncrl.train import model
 from asyncrl.train.client import HttpTrainer, train_request
-from asyncrl.train.job import free_port
 from asyncrl.train.step import Learner, plan_work
 from asyncrl.wire import TrainReq
 
@@ -225,7 +225,7 @@ async def test_a_body_that_is_no_request_is_answered_with_its_reason(trainer: Ht
 def ranks_of(trainer: HttpTrainer) -> list[int]:
     """Process ids of the ranks, in order: the children of torchrun."""
     assert trainer._job is not None
-    torchrun = trainer._job._process.pid
+    torchrun = trainer._job.pid
     children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
     return sorted(int(child) for child in children)
 
