@@ -185,6 +185,10 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
 
 class WeightsConfig(Section, frozen=True, kw_only=True):
     transport: Literal["disk", "collective"] = "disk"
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """Of ``collective``. ``auto``: the trainer's own; a trainer that shares a GPU with a server needs gloo."""
+    address: str = "127.0.0.1"
+    """Where the servers reach the trainer's rank 0, for ``collective``."""
     folder: str = ""
     """Shared folder of the ``disk`` transport. Empty: ``weights/`` in the run directory."""
     bucket_mb: int = 256

@@ -131,7 +131,8 @@ async def train(recipe: Recipe, run_dir: Path, *, command: Sequence[str], starte
 
 def _transport(recipe: Recipe, trainer: HttpTrainer, run_dir: Path) -> WeightTransport:
     if recipe.weights.transport == "collective":
-        return CollectiveTransport(trainer, address="127.0.0.1", port=free_port, backend="gloo")
+        weights = recipe.weights
+        return CollectiveTransport(trainer, address=weights.address, port=free_port, backend=weights.backend)
     return DiskTransport(trainer, Path(recipe.weights.folder) if recipe.weights.folder else run_dir / "weights")
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Coroutine
+from contextlib import suppress
 from types import NoneType
 from typing import Any, Literal, TypeVar
 
@@ -20,6 +21,7 @@ import msgspec
 from yarl import URL
 
 from asyncrl.ports import EngineError, EngineRejected
+from asyncrl.shield import to_the_end
 
 T = TypeVar("T")
 
@@ -147,15 +149,8 @@ class Http:
 async def shielded(work: Coroutine[Any, Any, object], timeout_s: float) -> None:
     """Bring ``work`` to its end or its deadline, even if the caller is being cancelled. An EngineError of it is
     dropped: this is for cleaning up on a server, which may be gone."""
-
-    async def bounded() -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await work
-        except (EngineError, TimeoutError):
-            return
-
-    await asyncio.shield(bounded())
+    with suppress(EngineError, TimeoutError):
+        await to_the_end(work, timeout_s)
 
 
 def _open(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:

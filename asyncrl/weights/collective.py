@@ -32,7 +32,8 @@ class Publisher(Protocol):
 
 class CollectiveTransport:
     """``address`` is where servers reach the trainer's rank 0; ``port()`` gives a free port there for each group.
-    ``backend`` is ``nccl`` (trainer and servers on GPUs) or ``gloo``. Every server is one member of the group."""
+    ``backend`` is ``nccl`` (trainer and servers on GPUs of their own), ``gloo``, or ``auto``: the trainer's own. Every
+    server is one member of the group."""
 
     def __init__(self, trainer: Publisher, *, address: str, port: Callable[[], int], backend: str) -> None:
         self._trainer = trainer
@@ -46,7 +47,8 @@ class CollectiveTransport:
     async def connect(self, engines: Sequence[Engine]) -> None:
         self._members = set()
         self._formed += 1
-        address, port, size, group, backend = self._address, self._port(), len(engines) + 1, self._group, self._backend
+        backend = self._trainer.info.backend if self._backend == "auto" else self._backend
+        address, port, size, group = self._address, self._port(), len(engines) + 1, self._group
         await self._together(
             self._trainer.join_group(address, port, size, group, backend),
             [engine.join_group(address, port, rank, size, group, backend) for rank, engine in enumerate(engines, 1)],

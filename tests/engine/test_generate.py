@@ -359,11 +359,12 @@ async def test_a_second_cancellation_does_not_stop_the_abort(server: Server, eng
         task.cancel()
         await reached.wait()
         task.cancel()
+        await asyncio.sleep(0.1)  # time for the server to notice a client that left
+        assert not task.done()
+        released.set()
     assert task.cancelled()
     aborting = server.exchanges[-1]
     assert aborting.path == "/abort_request"
-    await asyncio.sleep(0.1)  # time for the server to notice a client that left
-    released.set()
     await server.until(lambda: server.open == 0)
     assert aborting in server.answered
 
