@@ -5,8 +5,9 @@
 A random Qwen3 of about a million parameters; prompts of about 64 tokens; output lengths lognormal with mean 128, at
 most 1,024. The engine runs in a process of its own and streams to a client here that keeps so many requests in flight;
 ``generate`` runs in a process of its own on static batches of the same requests, each until its longest is done (that
-is what a static batch costs); only the tokens that were asked for count. Both use one thread. Tokens a CPU second are
-of that process, start and warm-up excluded: on a shared machine they are the steadier figure.
+is what a static batch costs; at 256 in flight it takes minutes). Only the tokens that were asked for count. Both use
+one thread. Tokens a CPU second are of that process, start and warm-up excluded: on a shared machine they are the
+steadier figure.
 """
 
 from __future__ import annotations
