@@ -146,17 +146,18 @@ def test_the_own_deadline_never_looks_like_a_cancellation(code: Code) -> None:
 
 def test_clean_up_of_a_cancelled_task_may_call_user_code() -> None:
     """Only a cancellation that arrives during the call counts."""
-    closed: list[bool] = []
+    done: list[str] = []
 
     async def close() -> None:
         await asyncio.sleep(1)
-        closed.append(True)
+        done.append("closed")
 
     async def episode() -> None:
         try:
             await forever()
         finally:
             await called(close)
+            done.append("and went on")
 
     async def main() -> None:
         async with asyncio.TaskGroup() as group:
@@ -166,7 +167,7 @@ def test_clean_up_of_a_cancelled_task_may_call_user_code() -> None:
         assert task.cancelled()
 
     run(main())
-    assert closed == [True]
+    assert done == ["closed", "and went on"]
 
 
 def test_a_keyboard_interrupt_is_not_the_episode_s() -> None:
