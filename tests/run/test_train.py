@@ -1,0 +1,167 @@
+"""The main job, whole: what a run leaves, and how it ends when something dies, hangs or is interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from .conftest import Train
+
+pytestmark = pytest.mark.timeout(300)
+
+Start = Callable[..., Train]
+
+
+def set_(*overrides: str) -> list[str]:
+    return [word for override in overrides for word in ("--set", override)]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["weights.transport=disk"],
+        ["weights.transport=collective", "staleness.bound=0", "rollout.expand_num_return_sequences=false"],
+    ],
+    ids=["disk", "collective, synchronous, one request a group"],
+)
+def test_a_run_leaves_everything_it_promises(train: Start, tiny_recipe: Path, overrides: list[str]) -> None:
+    run = train(*set_(*overrides))
+    assert run.wait() == 0, run.text()
+    run.check_ended_cleanly()
+
+    summary = run.summary
+    assert summary["exit"] == "finished"
+    assert summary["steps"] == 4
+    assert summary["ledger"]["consumed"] == 4 * 16
+    assert summary["staleness"]["max"] <= summary["staleness"]["bound"] <= 1
+    assert 0 <= summary["heldout_before"] and 0 <= summary["heldout_after"]
+    assert 0 <= summary["bubble_share"] <= 1
+    assert summary["tokens"] > 0
+    assert summary["packages"]["torch"].startswith("2.")
+
+    metrics = run.lines("metrics.jsonl")
+    assert [line["version"] for line in metrics] == [1, 2, 3, 4]
+    assert all(line["trainer/grad_norm"] > 0 for line in metrics)
+    # The engine's logprobs are those of the trainer's weights, up to how stale the tokens are.
+    assert metrics[0]["trainer/engine_gap"] < 1e-4
+
+    trajectories = run.lines("trajectories.jsonl")
+    assert sum(line["state"] == "consumed" for line in trajectories) == 64
+    assert all(len(line["tokens"]) == sum(n for _, n in line["versions"]) for line in trajectories)
+
+    before = AutoModelForCausalLM.from_pretrained(tiny_recipe / "model").state_dict()
+    checkpoint = run.run_dir / "checkpoints" / "version-4"
+    after = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
+    assert before.keys() == after.keys()
+    assert not all(torch.equal(before[name], after[name]) for name in before)
+    assert AutoTokenizer.from_pretrained(checkpoint).encode("1+2=") == [3, 13, 4, 12]
+
+    with Image.open(run.run_dir / "report.png") as page:
+        assert page.width >= 1000
+    assert "report" in run.text()
+    assert "Traceback" not in run.text()
+
+
+def test_a_folder_that_holds_a_run_is_left_alone(train: Start, tiny_recipe: Path) -> None:
+    first = train(*set_("run.steps=1"))
+    assert first.wait() == 0, first.text()
+    kept = (first.run_dir / "summary.json").read_bytes()
+    second = Train(tiny_recipe, first.run_dir)
+    assert second.wait() != 0
+    assert "another --run-dir" in second.text() and len(second.text().splitlines()) == 1
+    assert (first.run_dir / "summary.json").read_bytes() == kept
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_run_in_order(train: Start, number: signal.Signals) -> None:
+    run = train(*set_("run.steps=5000"))
+    run.until(lambda: run.steps() >= 2)
+    run.process.send_signal(number)
+    assert run.wait(60) == 130
+    run.check_ended_cleanly()
+    assert run.summary["exit"] == "interrupted"
+    assert run.summary["ledger"]["aborted"] > 0
+    assert (run.run_dir / "report.png").exists()
+    assert "interrupted" in run.text() and "Traceback" not in run.text()
+
+
+def test_an_interrupt_while_starting_leaves_nothing_running(train: Start) -> None:
+    run = train()
+    run.until(lambda: run.processes("asyncrl.serve"))
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(60) == 130
+    assert run.processes() == []
+    assert "Traceback" not in run.text()
+
+
+def test_a_killed_server_is_replaced_and_the_run_finishes(train: Start) -> None:
+    run = train(*set_("run.steps=40"))
+    run.until(lambda: run.steps() >= 2)
+    os.kill(run.processes("asyncrl.serve")[0], signal.SIGKILL)
+    assert run.wait(240) == 0, run.text()
+    run.check_ended_cleanly()
+    assert run.summary["ledger"]["consumed"] == 40 * 16
+    assert run.summary["staleness"]["max"] <= 1
+    assert "was killed by signal 9" in run.text() and "starting it again" in run.text()
+
+
+def test_a_killed_trainer_rank_ends_the_run_with_one_line(train: Start) -> None:
+    run = train(*set_("run.steps=5000"))
+    run.until(lambda: run.steps() >= 2)
+    os.kill(run.processes("asyncrl.train.worker", "-u")[0], signal.SIGKILL)
+    assert run.wait(60) == 1
+    run.check_ended_cleanly()
+    last = run.text().splitlines()[-1]
+    assert last.startswith("asyncrl: trainer:") and "log" in last
+    assert run.summary["exit"].startswith("failed: trainer:")
+    assert "Traceback" not in run.text()
+
+
+def test_a_killed_controller_leaves_no_process(train: Start) -> None:
+    run = train(*set_("run.steps=5000"))
+    run.until(lambda: run.steps() >= 1)
+    run.process.kill()
+    run.process.wait()
+    for _ in range(100):
+        if not run.processes():
+            break
+        time.sleep(0.1)
+    assert run.processes() == []
+
+
+def test_a_reward_that_always_raises_ends_the_run_with_its_traceback(train: Start) -> None:
+    run = train(*set_("env.target=env.py:broken", "run.eval_tasks=1", "env.failure_window=16"))
+    assert run.wait() == 1
+    run.check_ended_cleanly()
+    assert "100% of the last 16 episodes failed" in run.text()
+    assert "KeyError: 'no such board'" in run.text()
+    assert "env.py" in run.text(), "the traceback names the user's file"
+
+
+def test_raising_hanging_and_blocking_environments_cost_only_their_episodes(train: Start) -> None:
+    run = train(
+        *set_(
+            "env.target=env.py:Moody",
+            "env.max_turns=2",
+            "env.step_timeout_s=1",
+            "env.reset_timeout_s=1",
+            "env.reward_timeout_s=1",
+            "env.episode_timeout_s=30",
+            "env.block_timeout_s=0.5",
+            "env.max_failure_rate=0.9",
+            "run.steps=12",
+        )
+    )
+    assert run.wait(200) == 0, run.text()
+    run.check_ended_cleanly()
+    ledger = run.summary["ledger"]
+    assert ledger["consumed"] == 12 * 16
+    assert ledger["failed"] > 0
