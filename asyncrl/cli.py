@@ -97,13 +97,11 @@ def _train(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 async def _train_until_signal(recipe: Recipe, run_dir: Path, command: list[str], started: str) -> int:
     """The run, cancelled by the first SIGINT or SIGTERM; a second one cuts the clean-up short."""
     from asyncrl.build.real import one_line, train
-    from asyncrl.build.setup import set_up
     from asyncrl.observe.run_dir import RunDirError
-    from asyncrl.ports import EngineError, TrainerError
+    from asyncrl.ports import EngineError, TooManyStuck, TrainerError
     from asyncrl.processes import ChildError
     from asyncrl.runtime.llm_proxy import FleetDown
     from asyncrl.runtime.user_code import EnvFailing
-    from asyncrl.workers import TooManyStuck
 
     expected = (EngineError, TrainerError, ChildError, FleetDown, EnvFailing, RunDirError, TooManyStuck)
     task = asyncio.current_task()
@@ -121,7 +119,6 @@ async def _train_until_signal(recipe: Recipe, run_dir: Path, command: list[str],
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
     try:
-        await set_up(recipe, sys.stdout)
         await train(recipe, run_dir, command=command, started=started, out=sys.stdout)
     except asyncio.CancelledError:
         if not signals:

@@ -369,6 +369,12 @@ def check(recipe: Recipe) -> None:
         e.max_running_requests,
         f"must hold a whole group of {r.group_size} when expand_num_return_sequences is false",
     )
+    _require(
+        not recipe.run.eval_tasks or bool(recipe.task.heldout),
+        "run.eval_tasks",
+        recipe.run.eval_tasks,
+        "needs held-out rows; set task.heldout",
+    )
     nested = max(recipe.env.reset_timeout_s, recipe.env.step_timeout_s, recipe.env.reward_timeout_s)
     _require(
         nested <= recipe.env.episode_timeout_s,

@@ -25,6 +25,10 @@ class TrainerError(Exception):
     """The trainer died or refused a step. One line with the remedy."""
 
 
+class TooManyStuck(Exception):
+    """User code hung in more workers than may be written off: the run ends."""
+
+
 class GenerateRequest(Record, frozen=True, kw_only=True):
     """One prompt to continue. ``n`` > 1 draws several replies at once (prompt replication off)."""
 
@@ -154,7 +158,8 @@ class Blocking(Protocol):
     """Runs blocking work off the loop (rule 8): worker threads in reality, a drawn delay in simulation."""
 
     async def run(self, fn: Callable[..., T], *args: Any) -> T:
-        """``fn(*args)`` on a worker. Cancelling the wait abandons the worker, which is replaced."""
+        """``fn(*args)`` on a worker. Cancelling the wait abandons the worker, which is replaced; ``TooManyStuck`` when
+        that happened too often."""
 
     async def close(self) -> None: ...
 

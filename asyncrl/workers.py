@@ -14,11 +14,9 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from asyncrl.ports import TooManyStuck
+
 T = TypeVar("T")
-
-
-class TooManyStuck(Exception):
-    """User code hung in more worker threads than may be written off."""
 
 
 class _Call:

@@ -5,7 +5,7 @@
 A mock server in a process of its own answers with SGLang-shaped streams (token ids and logprobs, a line every
 ``stream_interval`` tokens, spread over time). Each client plays the same requests, 64 in flight; only its own process'
 CPU time counts, so a busy machine disturbs little. Clients take turns, round after round; the figure is the median.
-Budget: asyncrl's client at most 1.5 times the bare one at 1k tokens (DESIGN.md §13).
+Budget: the whole controller (dispatch, stream, parse, ledger) at most 1.5 times the bare client at 1k tokens.
 
 Another client is one more function in ``CLIENTS``.
 """
@@ -21,20 +21,29 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import aiohttp
 import msgspec
 import uvloop
 
 from asyncrl.config import EngineConfig
+from asyncrl.core.policy.routing import ROUTING
+from asyncrl.core.staleness.inflight_cap import InflightCap
+from asyncrl.core.types import Task, Trajectory
 from asyncrl.engine.sglang import SGLangEngine
-from asyncrl.ports import GenerateRequest
+from asyncrl.envs.single_turn import SingleTurn
+from asyncrl.ports import EngineInfo, GenerateRequest, Observer, StepMetrics
+from asyncrl.runtime.env_manager import EnvManager, EpisodeLimits, EpisodePlayer
+from asyncrl.runtime.llm_proxy import LLMProxy
+from asyncrl.runtime.sample_buffer import SampleBuffer
+from asyncrl.runtime.task_source import TaskSource
+from asyncrl.runtime.user_code import FailureWindow
 
 IN_FLIGHT = 64
 PROMPT = list(range(100, 164))
@@ -138,9 +147,81 @@ async def engine_client(url: str, case: Case) -> AsyncIterator[Play]:
     await engine.close()
 
 
+class Silent(Observer):
+    """Hears everything and keeps nothing; what the Recorder costs is measured in tests/observe's own terms."""
+
+    def step(self, metrics: StepMetrics) -> None: ...
+    def trajectory(self, trajectory: Trajectory, state: str) -> None: ...
+    def server(self, name: str, at: float, running: int, version: int, up: bool = True) -> None: ...
+    def span(self, track: str, name: str, start: float, end: float, args: Mapping[str, Any] = {}) -> None: ...
+    def instant(self, track: str, name: str, at: float, args: Mapping[str, Any] = {}) -> None: ...
+    def counter(self, name: str, at: float, value: float) -> None: ...
+    def eval(self, version: int, accuracy: float, n: int) -> None: ...
+
+
+class Ids:
+    """A tokenizer for a prompt that is given; decoding text is the user's wish and is not counted."""
+
+    eos_ids = (1,)
+
+    def encode(self, text: str) -> list[int]:
+        return PROMPT
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return ""
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        return ""
+
+
+@asynccontextmanager
+async def runtime(url: str, case: Case) -> AsyncIterator[Play]:
+    """A single-turn episode whole: lease, ledger, EpisodePlayer, LLMProxy, engine client, trajectory, put."""
+    engine = SGLangEngine(url, "mock", EngineConfig(stream_interval=case.interval), rng=random.Random(0))
+    info = EngineInfo(
+        name="mock", version=3, max_running_requests=4096, max_total_tokens=1 << 30, context_length=1 << 20
+    )
+    proxy = LLMProxy(route=ROUTING["least_loaded"], observer=Silent(), context_length=1 << 20, stop_token_ids=(1,))
+    proxy.add(engine, info)
+    buffer = SampleBuffer(
+        control=InflightCap(batch=1 << 20, alpha=0, step=3),
+        tasks=TaskSource([Task(id="t", data={"prompt": "p"})], seed=0),
+        group_size=8,
+        observer=Silent(),
+        version=3,
+    )
+    limits = EpisodeLimits(
+        max_turns=1, max_new_tokens=case.tokens, max_tokens=4096, reset_timeout_s=60, step_timeout_s=60
+    )
+    player = EpisodePlayer(make_env=SingleTurn, scorer=None, proxy=proxy, tokenizer=Ids(), limits=limits)
+    manager = EnvManager(
+        name="env",
+        buffer=buffer,
+        player=player,
+        failures=FailureWindow(size=64, max_rate=0.5),
+        observer=Silent(),
+        episode_timeout_s=600,
+        temperature=1.0,
+        top_p=1.0,
+    )
+
+    async def play(i: int) -> int:
+        before = proxy.generated
+        await manager.episode(await buffer.lease())
+        return case.tokens if proxy.generated > before else 0
+
+    yield play
+    counts = buffer.ledger.counts()
+    assert counts["scored"] + counts["occupied"] == counts["reserved_ever"] - counts["reserved"]
+    buffer.close("bench over")
+    buffer.ledger.check_balanced()
+    await engine.close()
+
+
 CLIENTS: dict[str, Callable[[str, Case], AbstractAsyncContextManager[Play]]] = {
     BASE: bare,
     "SGLangEngine": engine_client,
+    "whole controller": runtime,
 }
 
 

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from asyncrl.workers import ThreadBlocking, TooManyStuck
+from asyncrl.ports import TooManyStuck
+from asyncrl.workers import ThreadBlocking
 
 DEADLINE_S = 10.0
 """Of what must happen at once; only a failing test takes so long."""

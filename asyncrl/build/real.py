@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from asyncrl.build.assemble import Run, World, assemble
+from asyncrl.build.setup import set_up
 from asyncrl.config import Recipe, dumps
 from asyncrl.engine.health import HealthMonitor
 from asyncrl.engine.sglang import SGLangEngine
@@ -42,11 +43,13 @@ USER_CODE = frozenset({EpisodePlayer._begin.__code__, EpisodePlayer._step.__code
 async def train(recipe: Recipe, run_dir: Path, *, command: Sequence[str], started: str, out: TextIO) -> Summary:
     """One run into ``run_dir``, which must not hold one yet. ``started`` is the time of day, for the summary.
 
-    Inputs are checked before anything starts or is written. Raises whatever ended the run early; in every case the
-    processes are gone, the summary is written and the report drawn when it returns.
+    The setup script runs first, if it has to; all inputs are checked before anything else starts or is written. Raises
+    whatever ended the run early; in every case the processes are gone, the summary is written and the report drawn when
+    it returns.
     """
-    model_type = check_model(recipe.model.path)
     environment = load_environment(recipe.env)
+    await set_up(recipe, out)
+    model_type = check_model(recipe.model.path)
     train_tasks = load_tasks(recipe.task.train, "task.train", environment.required)
     heldout = load_tasks(recipe.task.heldout, "task.heldout", environment.required) if recipe.task.heldout else []
     tokenizer = HuggingFaceTokenizer(Path(recipe.model.path))

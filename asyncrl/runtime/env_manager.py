@@ -15,6 +15,8 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
+import msgspec
+
 from asyncrl.core.ledger import State
 from asyncrl.core.types import Record, Task, Trajectory, Turn, flatten
 from asyncrl.env import Action, Env, Observation, Step
@@ -163,6 +165,9 @@ class EpisodePlayer:
             step = await env.step(action)
             if not isinstance(step, Step):
                 raise EpisodeFailed("step", f"returned {type(step).__name__}; it must return asyncrl.Step")
+            if step.metrics:
+                metrics = {str(name): checked_reward("step", value) for name, value in step.metrics.items()}
+                step = msgspec.structs.replace(step, metrics=metrics)
         reward = checked_reward("step", step.reward)
         if self._scorer is not None and (step.done or turn + 1 == self._limits.max_turns):
             reward += await self._scorer.score(task, action)
@@ -188,7 +193,7 @@ class EpisodePlayer:
 
 
 def _ended(dialogue: Conversation, reward: float, finish_reason: str, step: Step) -> Episode:
-    return Episode(turns=dialogue.turns, reward=reward, finish_reason=finish_reason, metrics=dict(step.metrics))
+    return Episode(turns=dialogue.turns, reward=reward, finish_reason=finish_reason, metrics=step.metrics)
 
 
 def _observe(dialogue: Conversation, where: str, observation: Observation | str) -> None:
@@ -229,9 +234,10 @@ class EnvManager:
     async def run(self) -> None:
         """Episodes without end, until cancelled. Raises ``EnvFailing``, and whatever is a bug of the runtime."""
         while True:
-            await self._episode(await self._buffer.lease())
+            await self.episode(await self._buffer.lease())
 
-    async def _episode(self, lease: Lease) -> None:
+    async def episode(self, lease: Lease) -> None:
+        """Play what was leased, and report it: put, failed, or nothing if it was revoked meanwhile."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         outcome = "cancelled"

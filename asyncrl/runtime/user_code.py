@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from asyncrl.ports import TooManyStuck
+
 
 class EpisodeFailed(Exception):
     """An episode cannot go on. ``where`` is ``reset``, ``step``, ``reward`` or ``episode``; ``why`` one line."""
@@ -37,7 +39,7 @@ async def user_call(where: str, timeout_s: float) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(timeout_s) as scope:
             yield
-    except EpisodeFailed:
+    except (EpisodeFailed, TooManyStuck):
         raise
     except TimeoutError as error:
         if scope.expired():
@@ -64,21 +66,19 @@ class FailureWindow:
     """Outcomes of the last ``size`` episodes; more than ``max_rate`` failed of a full window ends the run."""
 
     def __init__(self, *, size: int, max_rate: float) -> None:
-        self._outcomes: deque[bool] = deque(maxlen=size)
+        self._outcomes: deque[EpisodeFailed | None] = deque(maxlen=size)
         self._max_rate = max_rate
-        self._first: EpisodeFailed | None = None
 
     def succeeded(self) -> None:
-        self._outcomes.append(True)
+        self._outcomes.append(None)
 
     def failed(self, failure: EpisodeFailed) -> None:
         """Raises ``EnvFailing`` when this was one too many."""
-        self._first = self._first or failure
-        self._outcomes.append(False)
-        if len(self._outcomes) == self._outcomes.maxlen:
-            rate = self._outcomes.count(False) / len(self._outcomes)
-            if rate > self._max_rate:
-                raise EnvFailing(
-                    f"{rate:.0%} of the last {len(self._outcomes)} episodes failed (env.max_failure_rate is "
-                    f"{self._max_rate:.0%}); the first failure was {self._first}\n{self._first.details}".rstrip()
-                )
+        self._outcomes.append(failure)
+        failures = [f for f in self._outcomes if f is not None]
+        rate = len(failures) / len(self._outcomes)
+        if len(self._outcomes) == self._outcomes.maxlen and rate > self._max_rate:
+            raise EnvFailing(
+                f"{rate:.0%} of the last {len(self._outcomes)} episodes failed (env.max_failure_rate is "
+                f"{self._max_rate:.0%}); the first of them was {failures[0]}\n{failures[0].details}".rstrip()
+            )

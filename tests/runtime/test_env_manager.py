@@ -189,6 +189,8 @@ class Broken(Dialogue):
                 return Step(reward=float("nan"))
             case "reward is text":
                 return Step(reward="high")  # type: ignore[arg-type]
+            case "metrics are odd":
+                return Step(metrics=[1, 2])  # type: ignore[arg-type]
         return await super().step(action)
 
 
@@ -214,6 +216,7 @@ class NoTemplate(SimTokenizer):
         ("step times out itself", "step: TimeoutError: judge"),
         ("step gives a tuple", "step: returned tuple; it must return asyncrl.Step"),
         ("reward is nan", "step: gave nan as the reward; it must be finite"),
+        ("metrics are odd", "step: AttributeError: 'list' object has no attribute 'items'"),
         ("reward is text", "step: gave 'high' as the reward; it must be a number"),
     ],
 )

@@ -216,6 +216,6 @@ def test_the_end_comes_with_the_first_failure_and_its_traceback() -> None:
         window.failed(failed("a consequence", "other"))
     first, *details = str(error.value).splitlines()
     assert first == (
-        "100% of the last 2 episodes failed (env.max_failure_rate is 40%); the first failure was step: the cause"
+        "100% of the last 2 episodes failed (env.max_failure_rate is 40%); the first of them was step: the cause"
     )
     assert details == ["Traceback:", "  File x"]
