@@ -29,7 +29,6 @@ async def set_up(recipe: Recipe, out: TextIO) -> None:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, str(script), "--out", str(part), "--seed", str(recipe.seed)),
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=out if out.isatty() else None,
             start_new_session=True,
             preexec_fn=die_with_parent,
         )

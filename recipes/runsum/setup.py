@@ -133,9 +133,15 @@ def accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: 
 
 
 def warm_start(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rng: random.Random, heldout: list[Row], max_steps: int
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    rng: random.Random,
+    heldout: list[Row],
+    *,
+    max_steps: int,
+    target: float,
 ) -> float:
-    """Train until ``TARGET``; the accuracy reached. Raises ``SetupError``."""
+    """Train until ``target``; the accuracy reached. Raises ``SetupError``."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.0)
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 30))
     hidden = {row["prompt"] for row in heldout}
@@ -149,12 +155,12 @@ def warm_start(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         warmup.step()
-        if step % CHECK_EVERY == 0:
+        if step % CHECK_EVERY == 0 or step == max_steps:
             reached = accuracy(model, tokenizer, heldout)
             print(f"setup: warm start, step {step}: loss {loss.item():.3f}, accuracy {reached:.3f}", flush=True)
-            if reached >= TARGET:
+            if reached >= target:
                 return reached
-    raise SetupError(f"the warm start reached an accuracy of {reached:.3f} in {max_steps} steps, not {TARGET}")
+    raise SetupError(f"the warm start reached an accuracy of {reached:.3f} in {max_steps} steps, not {target}")
 
 
 def main() -> int:
@@ -164,6 +170,7 @@ def main() -> int:
     parser.add_argument("--train", type=int, default=8192, help="rows")
     parser.add_argument("--heldout", type=int, default=256, help="rows")
     parser.add_argument("--max-steps", type=int, default=MAX_STEPS, help="of the warm start")
+    parser.add_argument("--target", type=float, default=TARGET, help="accuracy at which the warm start ends")
     args = parser.parse_args()
     torch.set_num_threads(min(4, os.cpu_count() or 1))
     torch.manual_seed(args.seed)
@@ -174,7 +181,7 @@ def main() -> int:
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
     try:
-        warm_start(model, tokenizer, rng, heldout, args.max_steps)
+        warm_start(model, tokenizer, rng, heldout, max_steps=args.max_steps, target=args.target)
     except SetupError as error:
         print(f"setup: {error}", file=sys.stderr)
         return 1
