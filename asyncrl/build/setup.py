@@ -41,7 +41,11 @@ async def set_up(recipe: Recipe, out: TextIO) -> None:
             raise RecipeError(f"setup.script: {script} exited with {code}; its last line says why")
         if not part.is_dir():
             raise RecipeError(f"setup.script: {script} made no folder at its --out")
-        part.rename(target)
+        try:
+            part.rename(target)
+        except OSError:
+            if not target.is_dir():  # else another run made it meanwhile
+                raise
     except OSError as error:
         raise RecipeError(f"setup.out: cannot make {target} ({error.strerror})") from None
     finally:
