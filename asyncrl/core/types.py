@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from struct import pack
 from typing import Any, NewType
 
 import msgspec
@@ -40,7 +41,8 @@ class Turn(Record, frozen=True, kw_only=True):
     """What one generation added to a conversation.
 
     ``prompt_ids`` are the tokens that were new before this generation (the whole prompt on the first turn, only the
-    observation later); ``output_ids``, ``logprobs`` and ``versions`` are parallel, one entry a generated token.
+    observation later); ``output_ids``, ``logprobs`` and ``versions`` are parallel, one entry a generated token, and
+    versions never decrease.
     """
 
     prompt_ids: Sequence[int]
@@ -121,16 +123,23 @@ class Batch(Record, frozen=True, kw_only=True):
 
 
 def flatten(turns: Sequence[Turn]) -> tuple[array[int], array[int], array[float], array[int]]:
-    """Columns (tokens, loss_mask, logprobs, versions) of a conversation, in the order that the engine saw them."""
+    """Columns (tokens, loss_mask, logprobs, versions) of a conversation, in the order that the engine saw them.
+
+    Runs once for every token of a run, so it packs bytes: several times faster than ``array.extend``.
+    """
     tokens, mask, logprobs, versions = array("i"), array("b"), array("f"), array("i")
     for turn in turns:
         n, m = len(turn.prompt_ids), len(turn.output_ids)
-        tokens.extend(turn.prompt_ids)
-        mask.extend(bytes(n))
-        logprobs.extend([0.0] * n)
-        versions.extend([OBSERVED_VERSION] * n)
-        tokens.extend(turn.output_ids)
-        mask.extend(b"\x01" * m)
-        logprobs.extend(turn.logprobs)
-        versions.extend(turn.versions)
+        tokens.frombytes(pack(f"{n}i", *turn.prompt_ids))
+        mask.frombytes(bytes(n))
+        logprobs.frombytes(bytes(logprobs.itemsize * n))
+        versions.extend(array("i", [OBSERVED_VERSION]) * n)
+        tokens.frombytes(pack(f"{m}i", *turn.output_ids))
+        mask.frombytes(b"\x01" * m)
+        logprobs.frombytes(pack(f"{m}f", *turn.logprobs))
+        # Versions never go back, so equal ends mean one version.
+        if m and turn.versions[0] == turn.versions[-1]:
+            versions.extend(array("i", [turn.versions[0]]) * m)
+        else:
+            versions.frombytes(pack(f"{m}i", *turn.versions))
     return tokens, mask, logprobs, versions

@@ -120,22 +120,22 @@ def draw_timeline(ax: Axes, lanes: Sequence[Lane]) -> None:
     ax.set_xlabel("seconds since the run began")
     labelled = range(0, len(lanes), 1 + len(lanes) // 16)
     ax.set_yticks(labelled, [lanes[row].name for row in labelled])
-    ends = [segment.end for lane in lanes for segment in lane.segments]
-    if not ends:
+    drawn = [segment for lane in lanes for segment in lane.segments]
+    if not drawn:
         return
-    end = max(ends)
-    newest = max(segment.version for lane in lanes for segment in lane.segments)
+    start, end = min(segment.start for segment in drawn), max(segment.end for segment in drawn)
+    newest = max(segment.version for segment in drawn)
     colours, scale = colormaps[VERSION_COLOURS], Normalize(0, max(1, newest))
     for row, lane in enumerate(lanes):
-        share, version = bin_segments(lane.segments, 0.0, end, BINS)
+        share, version = bin_segments(lane.segments, start, end, BINS)
         colour = colours(scale(version))[:, :3]
         colour[version % 2 == 1] *= 0.82  # so that neighbouring versions can be told apart
         image = np.ones((1, BINS, 3))
         image[0] += share[:, None] * (colour - 1.0)
-        ax.imshow(image, extent=(0.0, end, row + 0.36, row - 0.36), aspect="auto", interpolation="nearest")
+        ax.imshow(image, extent=(start, end, row + 0.36, row - 0.36), aspect="auto", interpolation="nearest")
         if len(lane.updates) <= MOST_TICKS:
             ax.vlines(lane.updates, row - 0.44, row - 0.36, color="black", lw=0.8)
-    ax.set_xlim(0.0, end)
+    ax.set_xlim(start, end)
     ax.set_ylim(len(lanes) - 0.5, -0.55)
     ax.tick_params(axis="y", length=0)
     figure = ax.get_figure(root=True)

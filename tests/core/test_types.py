@@ -21,7 +21,7 @@ def turns(draw: st.DrawFn) -> Turn:
         prompt_ids=draw(st.lists(ids, max_size=5)),
         output_ids=output,
         logprobs=draw(st.lists(st.floats(-50, 0, width=32), min_size=len(output), max_size=len(output))),
-        versions=draw(st.lists(st.integers(0, 9), min_size=len(output), max_size=len(output))),
+        versions=sorted(draw(st.lists(st.integers(0, 9), min_size=len(output), max_size=len(output)))),
         finish_reason="stop",
     )
 
