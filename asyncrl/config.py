@@ -143,8 +143,8 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     retries: int = 3
     probe_s: float = 2.0
     """Time between two probes of a server that failed."""
-    patience_s: float = 60.0
-    """The run ends when no server was up for this long."""
+    patience_s: float = 300.0
+    """The run ends when no server was up for this long; a server that is started again needs its start-up time."""
 
 
 class TrainerConfig(Section, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from asyncrl.config import Recipe
+from asyncrl.config import Recipe, RecipeError
 from asyncrl.core.policy.routing import ROUTING
 from asyncrl.core.staleness.inflight_cap import InflightCap
 from asyncrl.core.types import Task
@@ -53,14 +53,20 @@ class Run(msgspec.Struct, kw_only=True):
 
 
 async def assemble(recipe: Recipe, world: World) -> Run:
-    """Connect to trainer and servers, and wire the runtime over them. Raises ``EngineError`` or ``TrainerError``."""
+    """Connect to trainer and servers, and wire the runtime over them. Raises ``EngineError``, ``TrainerError`` or
+    ``RecipeError``."""
     version = await world.trainer.connect()
     infos = [await engine.connect() for engine in world.engines]
+    context_length = min(info.context_length for info in infos)
+    if recipe.rollout.max_tokens > context_length:
+        raise RecipeError(
+            f"rollout.max_tokens = {recipe.rollout.max_tokens}: the servers take at most {context_length}; lower it"
+        )
     rng = random.Random(f"{recipe.seed}/proxy")
     proxy = LLMProxy(
         route=ROUTING[recipe.engine.routing],
         observer=world.observer,
-        context_length=min(info.context_length for info in infos),
+        context_length=context_length,
         stop_token_ids=world.tokenizer.eos_ids,
         rid_prefix=f"{rng.getrandbits(32):08x}",
         probe_s=recipe.engine.probe_s,

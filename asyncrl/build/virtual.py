@@ -32,6 +32,7 @@ async def simulated(
     lengths: Lengths | None = None,
     env: Callable[[random.Random], Env] | None = None,
     services: Sequence[Service] = (),
+    context_length: int | None = None,
 ) -> Simulation:
     """Wire a run of ``recipe``. To be awaited on a ``VirtualLoop`` (sim/loop.py).
 
@@ -46,7 +47,7 @@ async def simulated(
             lengths=lengths or (lambda r: min(recipe.rollout.max_new_tokens, int(r.lognormvariate(4.0, 1.0)) + 1)),
             max_running=recipe.engine.max_running_requests,
             max_tokens=recipe.engine.max_total_tokens,
-            context_length=recipe.engine.max_total_tokens,
+            context_length=context_length or recipe.engine.max_total_tokens,
             stream_interval=recipe.engine.stream_interval,
         )
         for i in range(recipe.engine.count)

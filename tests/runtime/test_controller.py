@@ -8,6 +8,7 @@ import random
 import pytest
 
 from asyncrl.build.virtual import Simulation, simulated
+from asyncrl.config import RecipeError
 from asyncrl.ports import TrainerError
 from asyncrl.runtime.llm_proxy import FleetDown
 from asyncrl.runtime.user_code import EnvFailing
@@ -47,6 +48,11 @@ def test_same_seed_gives_the_same_trace(seed: int) -> None:
 
 def test_another_seed_gives_another_trace() -> None:
     assert play(recipe(seed=1)).trace.events != play(recipe(seed=2)).trace.events
+
+
+def test_trajectories_longer_than_the_servers_context_are_refused_at_the_start() -> None:
+    with pytest.raises(RecipeError, match=r"rollout\.max_tokens = 400: the servers take at most 300"):
+        run(simulated(recipe(engine={"max_total_tokens": 400}), context_length=300))
 
 
 def test_alpha_zero_is_synchronous() -> None:
