@@ -243,7 +243,7 @@ class EnvManager:
         outcome = "cancelled"
         try:
             async with asyncio.timeout(self._episode_timeout_s) as scope:
-                lease.on_revoke = lambda: scope.reschedule(loop.time())
+                lease.on_revoke = lambda: None if scope.expired() else scope.reschedule(loop.time())
                 if lease.revoked:
                     return
                 self._buffer.mark(lease, State.WAITING)

@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 
+from asyncrl.core.staleness.inflight_cap import InflightCap
 from asyncrl.core.types import Task
 from asyncrl.env import Action, Env, Observation, Step
 from asyncrl.envs.single_turn import SingleTurn
-from asyncrl.runtime.env_manager import Episode, EpisodeLimits, EpisodePlayer
+from asyncrl.runtime.env_manager import EnvManager, Episode, EpisodeLimits, EpisodePlayer
 from asyncrl.runtime.reward import Scorer
-from asyncrl.runtime.user_code import EpisodeFailed
+from asyncrl.runtime.sample_buffer import SampleBuffer
+from asyncrl.runtime.task_source import TaskSource
+from asyncrl.runtime.user_code import EpisodeFailed, FailureWindow
 from asyncrl.sim.engine import GENERATED
 from asyncrl.sim.loop import run
+from asyncrl.sim.trace import TraceRecorder
 from asyncrl.sim.world import SimBlocking, SimTokenizer
 
 from .world import cancelled_at, proxy_over, sim_engine
@@ -254,6 +258,50 @@ def test_the_first_traceback_of_user_code_is_kept() -> None:
     with pytest.raises(EpisodeFailed) as caught:
         run(play(Broken))
     assert "no such move" in caught.value.details and "Traceback" in caught.value.details
+
+
+def test_a_deadline_and_a_revocation_in_the_same_tick_do_not_meet() -> None:
+    """The run's end must not fail because an episode ran into its deadline at that very moment."""
+
+    class Hanging(SingleTurn):
+        async def reset(self, task: Task) -> Observation:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async def main() -> dict[str, dict[str, int]]:
+        buffer = SampleBuffer(
+            control=InflightCap(batch=1, alpha=0),
+            tasks=TaskSource([TASK], seed=0),
+            group_size=2,
+            observer=TraceRecorder(),
+        )
+        manager = EnvManager(
+            name="env 0",
+            buffer=buffer,
+            player=EpisodePlayer(
+                make_env=Hanging,
+                scorer=None,
+                proxy=await proxy_over(sim_engine()),
+                tokenizer=SimTokenizer(),
+                limits=EpisodeLimits(
+                    max_turns=1, max_new_tokens=5, max_tokens=50, reset_timeout_s=90, step_timeout_s=90
+                ),
+            ),
+            failures=FailureWindow(size=10, max_rate=1.0),
+            observer=TraceRecorder(),
+            episode_timeout_s=10,
+            temperature=1.0,
+            top_p=1.0,
+        )
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(manager.run())
+            asyncio.get_running_loop().call_at(10 + 1e-10, buffer.close, "over")  # in the deadline's tick, behind it
+            await asyncio.sleep(11)
+            running.cancel()
+        buffer.ledger.check_balanced()
+        return buffer.ledger.reasons()
+
+    assert run(main()) == {"aborted": {"over": 2}}
 
 
 def test_cancelling_an_episode_at_any_await_closes_its_env() -> None:
