@@ -34,6 +34,8 @@ CPU_DEFAULTS = {
     "--max-total-tokens": "65536",
     "--mem-fraction-static": "0.05",
     "--disable-overlap-schedule": None,
+    # Else an idle scheduler keeps a core busy, which the trainer needs.
+    "--sleep-on-idle": None,
     # Else every chunk of a stream repeats all tokens before it.
     "--incremental-streaming-output": None,
 }

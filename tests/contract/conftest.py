@@ -29,7 +29,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for fixture in ("rig", "doomed"):
         if fixture in metafunc.fixturenames:
             parameters = [pytest.param(rig, id=rig.kind, marks=rig.marks) for rig in able]
-            metafunc.parametrize(fixture, parameters, indirect=True, scope="session" if fixture == "rig" else None)
+            metafunc.parametrize(fixture, parameters, indirect=True, scope="module" if fixture == "rig" else None)
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +50,7 @@ def _started(kind: type[Rig], models: Models, folder: Path) -> Iterator[Rig]:
         rig.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def rig(request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """The engine's server, the same for all tests. A test leaves it as it was: running, on ``models.first``."""
     yield from _started(request.param, models, tmp_path_factory.mktemp("server"))
