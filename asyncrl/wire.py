@@ -12,9 +12,6 @@ Unknown keys are ignored when decoding, so that a newer SGLang does not break an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import msgspec
 
 # --- SGLang's HTTP API (JSON) -----------------------------------------------------------------------------------------
@@ -255,6 +252,3 @@ class TrainerInfo(msgspec.Struct, kw_only=True, frozen=True):
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
-
-
-Json = Mapping[str, Any]

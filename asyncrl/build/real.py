@@ -11,6 +11,7 @@ from typing import TextIO
 from asyncrl.build.assemble import Run, World, assemble
 from asyncrl.build.setup import set_up
 from asyncrl.config import Recipe, dumps
+from asyncrl.core.ledger import Ledger
 from asyncrl.engine.health import HealthMonitor
 from asyncrl.engine.sglang import SGLangEngine
 from asyncrl.loading import check_model, load_environment, load_tasks
@@ -123,8 +124,10 @@ async def train(recipe: Recipe, run_dir: Path, *, command: Sequence[str], starte
             await close()
         try:
             recorder.close()
-            ledger = run.buffer.ledger.counts() if run is not None else {}
-            summary = recorder.summary(exit=ended, started=started, command=command, ledger=ledger)
+            books = Ledger() if run is None else run.buffer.ledger
+            summary = recorder.summary(
+                exit=ended, started=started, command=command, ledger=books.counts(), reasons=books.reasons()
+            )
             write_summary(run_dir, summary)
         finally:
             report = write_report(run_dir) if recorder.rewards else None

@@ -10,14 +10,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from struct import pack
-from typing import Any, NewType
+from typing import Any
 
 import msgspec
-
-TaskId = NewType("TaskId", str)
-GroupId = NewType("GroupId", int)
-TrajectoryId = NewType("TrajectoryId", int)
-Version = NewType("Version", int)
 
 OBSERVED_VERSION = -1
 """Version column's value for a token that no policy generated (prompt, observation)."""

@@ -164,8 +164,17 @@ class Recorder(Observer):
             return self.metrics["time/step"]
         return (self._newest.at - self._first.at) / (len(self.rewards) - 1)
 
-    def summary(self, *, exit: str, started: str, command: Sequence[str], ledger: Mapping[str, int]) -> Summary:
-        """The run so far. ``started`` is its start's time of day; ``ledger`` counts trajectories by final state."""
+    def summary(
+        self,
+        *,
+        exit: str,
+        started: str,
+        command: Sequence[str],
+        ledger: Mapping[str, int],
+        reasons: Mapping[str, Mapping[str, int]] = NO_ARGS,
+    ) -> Summary:
+        """The run so far. ``started`` is its start's time of day; ``ledger`` counts trajectories by state, ``reasons``
+        by final state and reason."""
         first, last = reward_edges(self.rewards)
         window = (self._first, self._newest) if self._first is not None else None
         after = [e.accuracy for e in self.evals if e.version > self.evals[0].version]
@@ -188,6 +197,7 @@ class Recorder(Observer):
             trainer_idle_share=trainer_idle_share(*window) if window else None,
             tokens=max(self._newest.tokens, int(self.gauges.get("rollout/tokens", 0))),
             ledger=dict(ledger),
+            reasons=dict(reasons),
             seed=self.recipe.seed,
             command=list(command),
             packages=package_versions(),

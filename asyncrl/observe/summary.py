@@ -41,7 +41,8 @@ class Summary(Record, frozen=True, kw_only=True):
     ``heldout_before`` is the first evaluation's accuracy, ``heldout_after`` that of the last one of a later version.
     ``bubble_share`` and ``trainer_idle_share`` are as in ``observe/busy.py``, from the end of the first train step to
     the end of the last. ``seconds`` is the whole run, ``tokens`` all that the servers generated. ``exit`` is
-    ``finished``, ``interrupted`` or ``failed: REASON``. What could not be measured is None.
+    ``finished``, ``interrupted`` or ``failed: REASON``. ``ledger`` counts trajectories by state,
+    ``reasons`` says why they ended so. What could not be measured is None.
     """
 
     recipe: str
@@ -58,6 +59,7 @@ class Summary(Record, frozen=True, kw_only=True):
     trainer_idle_share: float | None
     tokens: int
     ledger: Mapping[str, int]
+    reasons: Mapping[str, Mapping[str, int]] = {}
     seed: int
     command: Sequence[str]
     packages: Mapping[str, str]

@@ -17,7 +17,7 @@ import heapq
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
-from asyncrl.core.policy.routing import InstanceView, RequestView
+from asyncrl.core.policy.routing import RequestView
 from asyncrl.core.snapshot import FleetSnapshot, InstanceSnapshot
 from asyncrl.core.types import Record
 from asyncrl.ports import Engine, EngineError, EngineInfo, EngineRejected, GenerateRequest, Observer
@@ -396,8 +396,3 @@ class LLMProxy:
         self._observer.server(
             instance.name, asyncio.get_running_loop().time(), instance.running, instance.version, instance.up
         )
-
-
-def _check_view(instance: Instance) -> InstanceView:
-    """Instance satisfies routing's protocol: checked by the type checker."""
-    return instance

@@ -162,6 +162,7 @@ def test_raising_hanging_and_blocking_environments_cost_only_their_episodes(trai
     )
     assert run.wait(200) == 0, run.text()
     run.check_ended_cleanly()
-    ledger = run.summary["ledger"]
-    assert ledger["consumed"] == 12 * 16
-    assert ledger["failed"] > 0
+    assert run.summary["ledger"]["consumed"] == 12 * 16
+    failed = run.summary["reasons"]["failed"]
+    assert sum(failed.values()) == run.summary["ledger"]["failed"] > 0
+    assert {reason.partition(" ")[0] for reason in failed} == {"step:"}
