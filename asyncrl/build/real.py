@@ -62,7 +62,7 @@ async def train(recipe: Recipe, run_dir: Path, *, command: Sequence[str], starte
     progress = Progress(recorder, out)
     blocking = ThreadBlocking()
     servers = LocalServers(recipe, logs=logs, note=progress.note)
-    trainer = HttpTrainer(recipe, recipe.model.path, run_dir=run_dir, log=logs / "trainer.log", url=recipe.trainer.url)
+    trainer = HttpTrainer(recipe, recipe.model.path, run_dir=logs, log=logs / "trainer.log", url=recipe.trainer.url)
     engines = [
         SGLangEngine(url, f"server {i}", recipe.engine, rng=random.Random(f"{recipe.seed}/{i}"), model_type=model_type)
         for i, url in enumerate(servers.urls)

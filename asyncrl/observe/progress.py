@@ -93,7 +93,9 @@ class Progress:
         rows = [("controller", f"step {len(recorder.rewards)}/{recipe.run.steps}{reward}{self._time_left()}")]
         running = sum(s.running for s in recorder.servers.values())
         waiting = gauges.get("rollout/waiting", 0)
-        rows.append(("rollout", f"running {running:,}  waiting {waiting:,.0f}  {self._token_rate():,.0f} tok/s"))
+        bubbles = f"  bubbles {_percent(m.get('bubble/share'))}"
+        rate = f"{self._token_rate():,.0f} tok/s"
+        rows.append(("rollout", f"running {running:,}  waiting {waiting:,.0f}  {rate}{bubbles}"))
         rows += self._server_rows()
         reserved = gauges.get("buffer/reserved", m.get("buffer/reserved", 0))
         occupied = gauges.get("buffer/occupied", m.get("buffer/occupied", 0))

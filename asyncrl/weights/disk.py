@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -54,6 +55,8 @@ class DiskTransport:
         for path in self._folder.glob("v*"):
             if path.name[1:].isdecimal():
                 shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):  # not there, or somebody else uses it too
+            self._folder.rmdir()
 
     def _path(self, version: int) -> Path:
         return self._folder / f"v{version}"

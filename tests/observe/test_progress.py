@@ -96,7 +96,8 @@ def test_rows_show_every_component(recorder: Recorder, clock: Clock):
     progress.render()
     rows = dict(progress.rows())
     assert rows["controller"] == "step 0/20"
-    assert rows["rollout"] == "running 5  waiting 3  2,000 tok/s"
+    share = recorder.metrics["bubble/share"]
+    assert rows["rollout"] == f"running 5  waiting 3  2,000 tok/s  bubbles {100 * share:.0f} %"
     assert rows["server 0"] == "v0  running 5  busy 75 %"
     assert rows["server 1"] == "down"
     assert rows["buffer"] == "reserved 6  occupied 2/4  staleness - (bound 1)"
@@ -130,7 +131,7 @@ def test_rates_forget_what_is_older_than_their_window(recorder: Recorder, clock:
         progress.render()
         clock.now += 1.0
     rows = dict(progress.rows())
-    assert rows["rollout"].endswith(" 0 tok/s")
+    assert rows["rollout"].endswith(" 0 tok/s  bubbles -")
     assert rows["server 0"].endswith("busy 0 %")
 
 
