@@ -96,8 +96,7 @@ def test_rows_show_every_component(recorder: Recorder, clock: Clock):
     progress.render()
     rows = dict(progress.rows())
     assert rows["controller"] == "step 0/20"
-    share = recorder.metrics["bubble/share"]
-    assert rows["rollout"] == f"running 5  waiting 3  2,000 tok/s  bubbles {100 * share:.0f} %"
+    assert rows["rollout"].startswith("running 5  waiting 3  2,000 tok/s  bubbles ")
     assert rows["server 0"] == "v0  running 5  busy 75 %"
     assert rows["server 1"] == "down"
     assert rows["buffer"] == "reserved 6  occupied 2/4  staleness - (bound 1)"
@@ -121,6 +120,16 @@ def test_rows_after_steps_show_reward_trainer_and_time_left(recorder: Recorder, 
     recorder.eval(0, 0.25, 64)
     recorder.eval(3, 0.75, 64)
     assert dict(progress.rows())["held-out"] == "0.250 → 0.750"
+
+
+def test_bubbles_are_those_of_the_newest_step(recorder: Recorder, clock: Clock):
+    progress = Progress(recorder, Terminal(tty=False))
+    progress.render()
+    assert dict(progress.rows())["rollout"].endswith("bubbles -")
+    recorder.server("server 0", clock.now, 1, 0)
+    tell_run(recorder, clock, 3)
+    share = recorder.metrics["bubble/share"]
+    assert dict(progress.rows())["rollout"].endswith(f"bubbles {100 * share:.0f} %")
 
 
 def test_rates_forget_what_is_older_than_their_window(recorder: Recorder, clock: Clock):
