@@ -122,6 +122,7 @@ async def train(recipe: Recipe, run_dir: Path, *, command: Sequence[str], starte
     finally:
         for close in (transport.close, trainer.close, *(e.close for e in engines), servers.stop, blocking.close):
             await close()
+        summary = report = None
         try:
             recorder.close()
             books = Ledger() if run is None else run.buffer.ledger
@@ -129,8 +130,8 @@ async def train(recipe: Recipe, run_dir: Path, *, command: Sequence[str], starte
                 exit=ended, started=started, command=command, ledger=books.counts(), reasons=books.reasons()
             )
             write_summary(run_dir, summary)
-        finally:
             report = write_report(run_dir) if recorder.rewards else None
+        finally:  # a full disk must not cost the screen its last state, nor hide its own error
             progress.close(summary, report)
     return summary
 

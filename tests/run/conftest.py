@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -110,10 +111,16 @@ def tiny_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def _limit_files(size: int) -> None:
+    """Writing beyond ``size`` bytes of a file fails with EFBIG, also in child processes."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
 class Train:
     """``asyncrl train`` in a process of its own."""
 
-    def __init__(self, recipe: Path, run_dir: Path, *arguments: str) -> None:
+    def __init__(self, recipe: Path, run_dir: Path, *arguments: str, file_limit: int | None = None) -> None:
         self.run_dir = run_dir
         self.output = run_dir.with_suffix(".out")
         # The environment marks every process of this run, so that orphans can be found.
@@ -126,6 +133,7 @@ class Train:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1", name: value},
                 start_new_session=True,
+                preexec_fn=None if file_limit is None else lambda: _limit_files(file_limit),
             )
 
     def wait(self, timeout: float = 120) -> int:

@@ -125,6 +125,30 @@ def test_a_killed_trainer_rank_ends_the_run_with_one_line(train: Start) -> None:
     assert "Traceback" not in run.text()
 
 
+def test_a_full_disk_ends_the_run_with_one_line_naming_the_file(tiny_recipe: Path, tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk: the kernel refuses to let any file of the run grow past it."""
+    run = Train(tiny_recipe, tmp_path / "run", *set_("run.steps=5000"), file_limit=200_000)
+    try:
+        assert run.wait(90) == 1, run.text()
+        last = run.text().splitlines()[-1]
+        assert last.startswith("asyncrl: ") and ("jsonl: cannot write" in last or "trace.json: cannot write" in last)
+        assert "Traceback" not in run.text()
+        assert run.processes() == []
+        for name in ("metrics.jsonl", "trajectories.jsonl"):
+            assert run.lines(name), "what was written before stays readable"
+    finally:
+        run.kill()
+
+
+def test_a_server_that_cannot_start_ends_the_run_with_its_last_words(train: Start) -> None:
+    run = train(*set_('engine.args=["--bogus"]'))
+    assert run.wait(60) == 1
+    assert run.processes() == []
+    last = run.text().splitlines()[-1]
+    assert last.startswith("asyncrl: server ") and "exited with 2" in last and "--bogus" in last
+    assert "Traceback" not in run.text()
+
+
 def test_a_killed_controller_leaves_no_process(train: Start) -> None:
     run = train(*set_("run.steps=5000"))
     run.until(lambda: run.steps() >= 1)
