@@ -120,19 +120,36 @@ async def train(recipe: Recipe, run_dir: Path, *, command: Sequence[str], starte
         ended = f"failed: {one_line(error)}"
         raise
     finally:
-        for close in (transport.close, trainer.close, *(e.close for e in engines), servers.stop, blocking.close):
-            await close()
-        summary = report = None
         try:
-            recorder.close()
+            for close in (transport.close, trainer.close, *(e.close for e in engines), servers.stop, blocking.close):
+                await close()
+        finally:  # a second interrupt cuts the above short: the kernel ends the processes with this one
             books = Ledger() if run is None else run.buffer.ledger
-            summary = recorder.summary(
-                exit=ended, started=started, command=command, ledger=books.counts(), reasons=books.reasons()
-            )
-            write_summary(run_dir, summary)
-            report = write_report(run_dir) if recorder.rewards else None
-        finally:  # a full disk must not cost the screen its last state, nor hide its own error
-            progress.close(summary, report)
+            summary = _finish(recorder, progress, run_dir, books, ended=ended, command=command, started=started)
+    return summary
+
+
+def _finish(
+    recorder: Recorder,
+    progress: Progress,
+    run_dir: Path,
+    books: Ledger,
+    *,
+    ended: str,
+    command: Sequence[str],
+    started: str,
+) -> Summary:
+    """Flush, summarise and draw. A full disk must not cost the screen its last state, nor hide its own error."""
+    summary = report = None
+    try:
+        recorder.close()
+        summary = recorder.summary(
+            exit=ended, started=started, command=command, ledger=books.counts(), reasons=books.reasons()
+        )
+        write_summary(run_dir, summary)
+        report = write_report(run_dir) if recorder.rewards else None
+    finally:
+        progress.close(summary, report)
     return summary
 
 

@@ -93,6 +93,22 @@ def test_an_interrupt_ends_the_run_in_order(train: Start, number: signal.Signals
     assert "interrupted" in run.text() and "Traceback" not in run.text()
 
 
+def test_a_second_interrupt_stops_at_once_and_still_leaves_a_summary(train: Start) -> None:
+    run = train(*set_("run.steps=5000"))
+    run.until(lambda: run.steps() >= 1)
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(0.05)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(20) == 130
+    for _ in range(50):  # the kernel ends what was not waited for
+        if not run.processes():
+            break
+        time.sleep(0.1)
+    run.check_ended_cleanly()
+    assert run.summary["exit"] == "interrupted"
+    assert "Traceback" not in run.text()
+
+
 def test_an_interrupt_while_starting_leaves_nothing_running(train: Start) -> None:
     run = train()
     run.until(lambda: run.processes("asyncrl.serve"))
