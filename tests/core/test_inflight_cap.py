@@ -176,7 +176,7 @@ class Interleavings(RuleBasedStateMachine):
         assert snapshot.due == sum(model.last_step(g) <= model.step for g in unfinished)
         assert snapshot.capacity == math.floor((1 + model.alpha) * model.batch) + model.redundant
         assert self.cap.live == len(model.groups) <= snapshot.capacity
-        assert self.cap.bound == math.ceil(model.alpha)
+        assert self.cap.limit == math.ceil(model.alpha)
 
     @invariant()
     def never_stuck(self) -> None:

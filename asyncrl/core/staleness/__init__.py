@@ -1,1 +1,30 @@
-"""Staleness control: who may start, and who is trained when, so that no sample exceeds its bound (DESIGN.md §6)."""
+"""Staleness control: who may start, and who is trained when (DESIGN.md §6)."""
+
+from __future__ import annotations
+
+import math
+
+from asyncrl.core.staleness.base import StalenessControl
+from asyncrl.core.staleness.inflight_cap import InflightCap
+from asyncrl.core.staleness.queue import QueueDrop, QueueMax
+
+
+def make_control(
+    name: str, *, batch: int, bound: float, queue: float, redundant: int = 0, step: int = 0
+) -> StalenessControl:
+    """The control that the recipe's ``staleness.control`` names, for ``batch`` groups a step from ``step`` on.
+
+    ``bound`` is α of ``inflight_cap`` and the largest staleness of ``queue_max``; ``queue`` the capacity of
+    ``queue_drop`` in batches; ``redundant`` the groups that ``inflight_cap`` runs beyond the need (with a queue, the
+    slots decide how many run). Raises ``ValueError`` for impossible numbers.
+    """
+    match name:
+        case "inflight_cap":
+            return InflightCap(batch=batch, alpha=bound, redundant=redundant, step=step)
+        case "queue_drop":
+            # A decimal factor is meant exactly: 1.1 × 10 groups are 11.
+            return QueueDrop(batch=batch, capacity=math.floor(queue * batch + 1e-9), step=step)
+        case "queue_max":
+            return QueueMax(batch=batch, bound=math.floor(bound), step=step)
+        case _:
+            raise ValueError(f"unknown staleness control {name!r}")

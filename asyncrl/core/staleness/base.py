@@ -22,7 +22,7 @@ class StalenessSnapshot(Record, frozen=True, kw_only=True):
     due: int
     """Unfinished groups whose last chance is the next batch."""
     capacity: int
-    """Most groups that may be live at the next step."""
+    """Most groups that may be live at the next step; of a queue, that may be occupied."""
 
 
 class StalenessControl(Protocol):
@@ -31,14 +31,26 @@ class StalenessControl(Protocol):
     A group goes ``reserve → occupy → (returned by consume)``, or leaves at any time by ``release``.
     """
 
+    @property
+    def limit(self) -> int | None:
+        """Largest staleness that a consumed group can have; None: it is not bounded."""
+
+    @property
+    def evicts(self) -> bool:
+        """True if ``occupy`` may drop groups: then what is live is not what will be trained."""
+
+    @property
+    def missing(self) -> int:
+        """Groups to start, beside those occupied, so that the next batch and the redundant groups are complete."""
+
     def admits(self, version: int) -> bool:
         """May a group start now on servers that hold ``version``?"""
 
     def reserve(self, group_id: int, version: int) -> None:
         """Hold a place for a group whose oldest token may come from ``version``."""
 
-    def occupy(self, group_id: int) -> None:
-        """The group is complete."""
+    def occupy(self, group_id: int) -> dict[int, str]:
+        """The group is complete. Groups that leave untrained for it (perhaps itself), each with the reason."""
 
     def consume(self) -> tuple[list[int], list[int]] | None:
         """The groups of the next batch, and those that can no longer be trained in time (surplus, released by this

@@ -41,6 +41,8 @@ class InflightCap:
     A call costs O(1), and the one a step that consumes sorts the finished groups.
     """
 
+    evicts = False
+
     def __init__(self, *, batch: int, alpha: float, redundant: int = 0, step: int = 0) -> None:
         if batch < 1 or alpha < 0 or redundant < 0:
             raise ValueError(f"need batch ≥ 1, alpha ≥ 0, redundant ≥ 0; got {batch}, {alpha}, {redundant}")
@@ -58,9 +60,13 @@ class InflightCap:
         """Finished group → deadline, in order of completion."""
 
     @property
-    def bound(self) -> int:
-        """Largest staleness that a consumed group can have: ⌈α⌉."""
+    def limit(self) -> int | None:
+        """⌈α⌉."""
         return self._slack
+
+    @property
+    def missing(self) -> int:
+        return self._batch - len(self._occupied) % self._batch + self._redundant
 
     @property
     def live(self) -> int:
@@ -81,8 +87,9 @@ class InflightCap:
         self._reserved[group_id] = deadline
         self._pending_by_deadline[deadline] = self._pending_by_deadline.get(deadline, 0) + 1
 
-    def occupy(self, group_id: int) -> None:
+    def occupy(self, group_id: int) -> dict[int, str]:
         self._occupied[group_id] = self._leave_reserved(group_id)
+        return {}
 
     def release(self, group_id: int) -> None:
         if self._occupied.pop(group_id, None) is None:
