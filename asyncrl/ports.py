@@ -5,6 +5,7 @@ Every call is bounded by a deadline inside the adapter; the errors below are all
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -33,7 +34,7 @@ class GenerateRequest(Record, frozen=True, kw_only=True):
     """One prompt to continue. ``n`` > 1 draws several replies at once (prompt replication off)."""
 
     rid: str
-    input_ids: Sequence[int]
+    input_ids: array[int]
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
@@ -44,12 +45,12 @@ class GenerateRequest(Record, frozen=True, kw_only=True):
 
 class Chunk(Record, frozen=True, kw_only=True):
     """New tokens of reply ``index`` since its last chunk (never cumulative). The last chunk of a reply has
-    ``finish_reason`` ``stop``, ``length`` or ``abort``; ``output_ids``, ``logprobs`` and ``versions`` are parallel."""
+    ``finish_reason`` ``stop``, ``length`` or ``abort``; the columns (int32, float32, int32) are parallel."""
 
     index: int = 0
-    output_ids: Sequence[int]
-    logprobs: Sequence[float]
-    versions: Sequence[int]
+    output_ids: array[int]
+    logprobs: array[float]
+    versions: array[int]
     finish_reason: str | None = None
     cached_tokens: int = 0
 

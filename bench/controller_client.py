@@ -21,6 +21,7 @@ import platform
 import random
 import statistics
 import time
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib.metadata import version
@@ -132,10 +133,8 @@ async def engine_client(url: str, case: Case) -> AsyncIterator[Play]:
     engine = SGLangEngine(url, "mock", EngineConfig(stream_interval=case.interval), rng=random.Random(0))
 
     async def play(i: int) -> int:
-        ids: list[int] = []
-        logprobs: list[float] = []
-        versions: list[int] = []
-        request = GenerateRequest(rid=f"{i:012x}", input_ids=PROMPT, max_new_tokens=case.tokens)
+        ids, logprobs, versions = array("i"), array("f"), array("i")
+        request = GenerateRequest(rid=f"{i:012x}", input_ids=array("i", PROMPT), max_new_tokens=case.tokens)
         async for chunk in engine.generate(request):
             ids += chunk.output_ids
             logprobs += chunk.logprobs

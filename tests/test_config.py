@@ -319,3 +319,32 @@ def test_the_controller_s_side_loads_no_torch_and_starts_quickly() -> None:
     heavy, seconds = json.loads(done.stdout)
     assert heavy == []
     assert seconds < 5, "CPU seconds"
+
+
+# --- the virtual world ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"lengths": {"kind": "longtail"}}, "sim.lengths.kind: unknown 'longtail'; known are constant, normal"),
+        ({"lengths": {"kind": "normal", "mena": 3}}, "sim.lengths.mena: unknown key; did you mean 'mean'?"),
+        ({"lengths": {"kind": "constant", "value": -1}}, "sim.lengths: constant: value = -1"),
+        ({"faults": [{"kind": "explode", "at_s": 1}]}, "sim.faults[0].kind: unknown 'explode'; known are kill"),
+        ({"faults": [{"kind": "kill", "at_s": 1, "server": 1}]}, "sim.faults[0].server = 1: there are 1 servers"),
+        ({"env": {"crash": 1.5}}, "sim.env.crash = 1.5: is a share, between 0 and 1"),
+        ({"trainer": {"tokens_per_s": 0}}, "sim.trainer.tokens_per_s = 0.0: must be more than 0"),
+    ],
+)
+def test_what_a_simulation_cannot_do_is_one_line(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        load_table({"sim": table})
+    assert line(error).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("control", "bound", "limit"),
+    [("inflight_cap", 1.5, 2), ("inflight_cap", 0, 0), ("queue_max", 2.5, 2), ("queue_drop", 1, None)],
+)
+def test_the_limit_of_staleness_follows_from_its_control(control: str, bound: float, limit: int | None) -> None:
+    assert load_table({"staleness": {"control": control, "bound": bound}}).staleness.limit == limit

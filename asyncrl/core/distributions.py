@@ -150,7 +150,8 @@ def _check_draws(n: int, share: float) -> None:
         raise ValueError(f"share {share} is outside 0 … 1; it is the part of the variance that a task's draws share")
 
 
-def _positive(owner: str, **values: float) -> None:
+def require_positive(owner: str, **values: float) -> None:
+    """``ValueError`` naming the first of ``values`` that is not above 0 (nan is not)."""
     for name, value in values.items():
         if not value > 0:
             raise ValueError(f"{owner}: {name} = {value:g}; it must be above 0")
@@ -190,7 +191,7 @@ class Normal(DistributionBase, frozen=True, kw_only=True, tag="normal"):
     std: float
 
     def __post_init__(self) -> None:
-        _positive("normal", mean=self.mean)
+        require_positive("normal", mean=self.mean)
         if not 0 <= self.std < math.inf:
             raise ValueError(f"normal: std = {self.std:g}; it must be finite and at least 0")
 
@@ -256,17 +257,17 @@ class LogNormal(_Lognormal, frozen=True, kw_only=True, tag="lognormal"):
 
     mean: float
     tailness: float = 50.0
-    cap: float = math.inf
+    cap: float | None = None
 
     def __post_init__(self) -> None:
-        _positive("lognormal", mean=self.mean, cap=self.cap)
+        require_positive("lognormal", mean=self.mean, **({} if self.cap is None else {"cap": self.cap}))
         if not 0 <= self.tailness <= 500:
             raise ValueError(
                 f"lognormal: tailness = {self.tailness:g}; it must be in 0 … 500 (the paper's are 0 … 100)"
             )
 
     def _parameters(self) -> tuple[float, float, float]:
-        return self.mean, 0.013 * self.tailness, self.cap
+        return self.mean, 0.013 * self.tailness, math.inf if self.cap is None else self.cap
 
 
 class LongTail(_Lognormal, frozen=True, kw_only=True, tag="long-tail"):
@@ -280,7 +281,7 @@ class LongTail(_Lognormal, frozen=True, kw_only=True, tag="long-tail"):
     cap: float
 
     def __post_init__(self) -> None:
-        _positive("long-tail", mean=self.mean, cap=self.cap)
+        require_positive("long-tail", mean=self.mean, cap=self.cap)
         if not self.mean < self.cap < math.inf:
             raise ValueError(f"long-tail: cap = {self.cap:g}; it must be finite and above mean = {self.mean:g}")
         if not 0 <= self.sigma <= 5:
@@ -426,4 +427,5 @@ __all__ = [
     "LongTail",
     "Named",
     "Normal",
+    "require_positive",
 ]

@@ -7,6 +7,7 @@ apart on each line, so no setting has to be known: a list that holds at least th
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 
 from asyncrl.ports import Chunk
@@ -66,21 +67,21 @@ class ReplyReader:
         self._seen[index] = total
         return Chunk(
             index=index,
-            output_ids=ids,
-            logprobs=[row[0] for row in rows],
+            output_ids=array("i", ids),
+            logprobs=array("f", [row[0] for row in rows]),
             versions=self._versions(meta.weight_version, meta.weight_versions, seen, total),
             finish_reason=None if finish is None else finish.type,
             cached_tokens=meta.cached_tokens,
         )
 
-    def _versions(self, current: str, spans: list[WeightSpan] | None, start: int, end: int) -> list[int]:
+    def _versions(self, current: str, spans: list[WeightSpan] | None, start: int, end: int) -> array[int]:
         """Version of each token in ``start``…``end``: by the spans (usually only the last line has them), else the
         one that the line names. A span cannot be taken back for tokens of earlier lines."""
         if not spans or len(spans) == 1:
-            return [self._version_of(spans[0].version if spans else current)] * (end - start)
-        versions: list[int] = []
+            return array("i", [self._version_of(spans[0].version if spans else current)]) * (end - start)
+        versions = array("i")
         for span in spans:
-            versions += [self._version_of(span.version)] * (min(span.end, end) - max(span.start, start, 0))
+            versions += array("i", [self._version_of(span.version)]) * (min(span.end, end) - max(span.start, start, 0))
         if len(versions) != end - start:
             raise BadReply(f"weight_versions do not cover tokens {start} to {end}")
         return versions
@@ -88,7 +89,8 @@ class ReplyReader:
     def cut(self) -> list[Chunk]:
         """Last chunks of all replies that are not finished, for a request that was given up."""
         chunks = [
-            Chunk(index=i, output_ids=[], logprobs=[], versions=[], finish_reason="abort") for i in self.unfinished
+            Chunk(index=i, output_ids=array("i"), logprobs=array("f"), versions=array("i"), finish_reason="abort")
+            for i in self.unfinished
         ]
         self._finished = [True] * len(self._finished)
         return chunks

@@ -267,7 +267,7 @@ class SGLangEngine:
         streams = self._config.stream_interval > 0
         return _encode(
             wire.GenerateReq(
-                input_ids=ids if isinstance(ids, list) else list(ids),
+                input_ids=ids.tolist(),
                 rid=rid,
                 sampling_params=wire.SamplingParams(
                     max_new_tokens=request.max_new_tokens,

@@ -8,7 +8,6 @@ stream's encoding cannot show is replaced.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from asyncrl.observe.recorder import Recorder
-from asyncrl.observe.summary import Summary, duration
+from asyncrl.observe.summary import Summary, bound_note, duration
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -101,7 +100,7 @@ class Progress:
         occupied = gauges.get("buffer/occupied", m.get("buffer/occupied", 0))
         stale = f"mean {m['staleness/mean']:.2f} max {m['staleness/max']:.0f}" if m else "-"
         text = f"reserved {reserved:.0f}  occupied {occupied:.0f}/{recipe.rollout.batch_groups}"
-        rows.append(("buffer", f"{text}  staleness {stale} (bound {math.ceil(recipe.staleness.bound)})"))
+        rows.append(("buffer", f"{text}  staleness {stale}{bound_note(recipe.staleness.limit)}"))
         if m:
             parts = [f"{key} {m[f'trainer/{key}']:.4g}" for key in ("loss", "grad_norm") if f"trainer/{key}" in m]
             parts += [f"step {m['time/train']:.2f} s", f"idle {_percent(m.get('bubble/trainer_idle'))}"]
@@ -223,7 +222,7 @@ def closing_lines(summary: Summary, report: Path | None, unicode: bool) -> list[
         lines.append(f"  held-out   {s.heldout_before:.3f}{after}")
     if s.staleness.mean is not None:
         mean, bound = s.staleness.mean, s.staleness.bound
-        lines.append(f"  staleness  mean {mean:.2f}, max {s.staleness.max} (bound {bound})")
+        lines.append(f"  staleness  mean {mean:.2f}, max {s.staleness.max}{bound_note(bound)}")
     lines.append(f"  bubbles    servers {_percent(s.bubble_share)}, trainer idle {_percent(s.trainer_idle_share)}")
     lines.append(f"  tokens     {s.tokens:,} ({s.tokens / s.seconds if s.seconds > 0 else 0:,.0f} tok/s)")
     lines.append("  ledger     " + (", ".join(f"{state} {n:,}" for state, n in s.ledger.items() if n) or "empty"))

@@ -33,6 +33,7 @@ QUEUE_LIMIT = 16_384
 """Events that may wait for a flush."""
 COUNTER_INTERVAL_S = 0.1
 """Least distance of two values of one counter in the trace."""
+REQUEST_SPANS = frozenset({"generate", "episode"})
 NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -47,7 +48,8 @@ class Evaluation(Record, frozen=True, kw_only=True):
 
 class Recorder(Observer):
     """Observes one run. ``clock`` gives loop time in seconds; ``decode`` turns token ids into text, and is called on
-    the thread that flushes. Raises ``RunDirError`` if the folder cannot be written or holds a run already."""
+    the thread that flushes. Without ``tokens``, trajectories are written without tokens, logprobs and text. Raises
+    ``RunDirError`` if the folder cannot be written or holds a run already."""
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class Recorder(Observer):
         clock: Callable[[], float],
         *,
         decode: Callable[[Sequence[int]], str] | None = None,
+        tokens: bool = True,
     ) -> None:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -82,6 +85,7 @@ class Recorder(Observer):
         self._lock = threading.Lock()  # held while writing
         self._error: RunDirError | None = None
         self._decode = decode
+        self._tokens = tokens
         self._trace = TraceEncoder(self.start)
         self._files = {name: LineFile(run_dir / name) for name in (METRICS, EVALS, TRAJECTORIES, TRACE)}
 
@@ -111,6 +115,8 @@ class Recorder(Observer):
             self._put(("busy", name, ended))
 
     def span(self, track: str, name: str, start: float, end: float, args: Mapping[str, Any] = NO_ARGS) -> None:
+        if name in REQUEST_SPANS and not self.recipe.run.trace_requests:
+            return
         self._put(("span", track, name, start, end, args))
 
     def instant(self, track: str, name: str, at: float, args: Mapping[str, Any] = NO_ARGS) -> None:
@@ -191,7 +197,7 @@ class Recorder(Observer):
             staleness=StalenessSummary(
                 mean=sum(k * n for k, n in self._staleness.items()) / self._staleness.total() if self.rewards else None,
                 max=max(self._staleness, default=None),
-                bound=math.ceil(self.recipe.staleness.bound),
+                bound=self.recipe.staleness.limit,
             ),
             bubble_share=bubble_share(*window) if window else None,
             trainer_idle_share=trainer_idle_share(*window) if window else None,
@@ -227,7 +233,7 @@ class Recorder(Observer):
                 case ("line", name, line):
                     lines[name].append(msgspec.json.encode(line) + b"\n")
                 case ("trajectory", trajectory, state, at):
-                    line = trajectory_line(trajectory, state, at, self._decode)
+                    line = trajectory_line(trajectory, state, at, self._decode, self._tokens)
                     lines[TRAJECTORIES].append(msgspec.json.encode(line) + b"\n")
                 case ("busy", name, segment):
                     lines[TRACE].append(trace.busy(name, segment))
@@ -295,14 +301,27 @@ def step_line(metrics: StepMetrics, before: Mark, mark: Mark, start: float) -> d
 
 def version_runs(versions: array[int]) -> list[tuple[int, int]]:
     """Run-length code of a version column: (version, number of tokens); observed tokens are ``OBSERVED_VERSION``."""
-    return [(version, len(list(run))) for version, run in groupby(versions)]
+    runs: list[tuple[int, int]] = []
+    begin, total = 0, len(versions)
+    while begin < total:
+        version = versions[begin]
+        end, step = begin + 1, 1
+        while step:  # gallop: stretches are compared whole, twice as long while they are equal, else half
+            if end + step <= total and versions[end : end + step] == array("i", [version]) * step:
+                end, step = end + step, 2 * step
+            else:
+                step //= 2
+        runs.append((version, end - begin))
+        begin = end
+    return runs
 
 
 def trajectory_line(
-    t: Trajectory, state: str, at: float, decode: Callable[[Sequence[int]], str] | None
+    t: Trajectory, state: str, at: float, decode: Callable[[Sequence[int]], str] | None, tokens: bool = True
 ) -> dict[str, Any]:
     """One line of ``trajectories.jsonl``. ``versions`` are (version, tokens) runs, from which the loss mask follows;
-    ``logprobs`` are those of the generated tokens; ``text`` has one piece for each observed or generated stretch."""
+    ``logprobs`` are those of the generated tokens; ``text`` has one piece for each observed or generated stretch.
+    These three are left out without ``tokens``."""
     runs = version_runs(t.versions)
     line: dict[str, Any] = {
         "id": t.id,
@@ -317,10 +336,12 @@ def trajectory_line(
         "finish_reason": t.finish_reason,
         "at": round(at, 3),
         "metrics": dict(t.metrics),
-        "tokens": t.tokens.tolist(),
-        # Rounded to 4 digits; for numbers ≤ 0 this is round(p, 4) at half its cost, which is most of a line's.
-        "logprobs": [int(p * 1e4 - 0.5) / 1e4 for p in compress(t.logprobs, t.loss_mask)],
     }
+    if not tokens:
+        return line
+    line["tokens"] = t.tokens.tolist()
+    # Rounded to 4 digits; for numbers ≤ 0 this is round(p, 4) at half its cost, which is most of a line's.
+    line["logprobs"] = [int(p * 1e4 - 0.5) / 1e4 for p in compress(t.logprobs, t.loss_mask)]
     if decode is not None:
         line["text"] = text = []
         begin = 0

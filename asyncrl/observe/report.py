@@ -7,7 +7,6 @@ missing.
 from __future__ import annotations
 
 import io
-import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from matplotlib.ticker import MaxNLocator
 
 from asyncrl.config import loads_json
 from asyncrl.observe.run_dir import EVALS, METRICS, RECIPE, REPORT, TRACE, RunDirError, read_lines, write_atomic
-from asyncrl.observe.summary import Summary, duration, read_summary
+from asyncrl.observe.summary import Summary, bound_note, duration, read_summary
 from asyncrl.observe.timeline import Lane, bin_segments, read_timeline
 
 SIZE_IN = (14.0, 10.0)
@@ -187,7 +186,7 @@ def _recipe(run_dir: Path, summary: Summary | None) -> tuple[str, int | None]:
     path = run_dir / RECIPE
     if path.exists():
         recipe = loads_json(path.read_bytes())
-        return recipe.name, math.ceil(recipe.staleness.bound)
+        return recipe.name, recipe.staleness.limit
     return (summary.recipe, summary.staleness.bound) if summary else (run_dir.name, None)
 
 
@@ -204,7 +203,7 @@ def _title(name: str, steps: Rows, evals: Rows, summary: Summary | None) -> str:
         facts.append(f"held-out {summary.heldout_before:.2f} → {summary.heldout_after:.2f}")
     if summary.staleness.mean is not None:
         s = summary.staleness
-        facts.append(f"staleness mean {s.mean:.2f}, max {s.max} (bound {s.bound})")
+        facts.append(f"staleness mean {s.mean:.2f}, max {s.max}{bound_note(s.bound)}")
     if summary.bubble_share is not None:
         facts.append(f"bubbles {100 * summary.bubble_share:.1f} %")
     if summary.trainer_idle_share is not None:

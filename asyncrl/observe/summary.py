@@ -28,11 +28,12 @@ PACKAGES = (
 
 
 class StalenessSummary(Record, frozen=True, kw_only=True):
-    """Over all trajectories that were trained; ``bound`` is ⌈α⌉, the most that any of them may have."""
+    """Over all trajectories that were trained; ``bound`` is the most that any of them may have, if
+    there is one."""
 
     mean: float | None
     max: int | None
-    bound: int
+    bound: int | None
 
 
 class Summary(Record, frozen=True, kw_only=True):
@@ -93,6 +94,11 @@ def read_summary(run_dir: Path) -> Summary | None:
     """The summary; None if the run has not written it (yet, or was killed)."""
     path = run_dir / SUMMARY
     return msgspec.json.decode(path.read_bytes(), type=Summary) if path.exists() else None
+
+
+def bound_note(bound: int | None) -> str:
+    """What stands behind a staleness."""
+    return "" if bound is None else f" (bound {bound})"
 
 
 def duration(seconds: float) -> str:

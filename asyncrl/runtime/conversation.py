@@ -7,7 +7,7 @@ assistant turn is encoded, so a turn costs its own length and not that of the wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
 
 from asyncrl.core.types import Turn
 from asyncrl.env import Observation
@@ -22,8 +22,8 @@ class Conversation:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._pending: list[int] = []
-        self.ids: list[int] = []
+        self._pending = array("i")
+        self.ids = array("i")
         self.turns: list[Turn] = []
 
     def observe(self, observation: Observation | str) -> None:
@@ -36,11 +36,12 @@ class Conversation:
             new = self._tokenizer.encode(self._tokenizer.render(observation.messages, True))
         else:
             new = self._after_assistant(observation)
-        self._pending.extend(new)
-        self.ids.extend(new)
+        column = array("i", new)
+        self._pending += column
+        self.ids += column
 
     def add_output(
-        self, output_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], finish_reason: str
+        self, output_ids: array[int], logprobs: array[float], versions: array[int], finish_reason: str
     ) -> str:
         """Append one generation exactly as it was sampled; its text, without special tokens."""
         self.turns.append(
@@ -52,8 +53,8 @@ class Conversation:
                 finish_reason=finish_reason,
             )
         )
-        self._pending = []
-        self.ids.extend(output_ids)
+        self._pending = array("i")
+        self.ids += output_ids
         return self._tokenizer.decode(output_ids)
 
     def _after_assistant(self, observation: Observation) -> list[int]:

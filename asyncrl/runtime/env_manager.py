@@ -147,7 +147,7 @@ class EpisodePlayer:
         on_running: Callable[[bool], None],
     ) -> list[Completion]:
         room = min(self._limits.max_new_tokens, self._limits.max_tokens - len(dialogue.ids))
-        prompt = Prompt(ids=list(dialogue.ids), v_traj=v_traj, max_new_tokens=room, home=home, **sampling)
+        prompt = Prompt(ids=dialogue.ids[:], v_traj=v_traj, max_new_tokens=room, home=home, **sampling)
         try:
             return await self._proxy.generate(prompt, n, on_running)
         except EngineRejected as error:

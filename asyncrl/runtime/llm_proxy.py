@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
@@ -35,7 +36,7 @@ class FleetDown(Exception):
 class Prompt(Record, frozen=True, kw_only=True):
     """What to continue. ``v_traj`` is the oldest version that may generate for it; ``home`` holds its prefix."""
 
-    ids: Sequence[int]
+    ids: array[int]
     v_traj: int
     max_new_tokens: int
     temperature: float = 1.0
@@ -46,9 +47,9 @@ class Prompt(Record, frozen=True, kw_only=True):
 class Completion(Record, frozen=True, kw_only=True):
     """One generation, whole, whatever interruptions it had. ``output_ids``, ``logprobs``, ``versions`` are parallel."""
 
-    output_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
+    output_ids: array[int]
+    logprobs: array[float]
+    versions: array[int]
     finish_reason: str
     server: str
     interruptions: int
@@ -91,9 +92,9 @@ class _Reply:
     __slots__ = ("finish_reason", "fruitless", "interruptions", "logprobs", "output_ids", "server", "versions")
 
     def __init__(self) -> None:
-        self.output_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
+        self.output_ids = array("i")
+        self.logprobs = array("f")
+        self.versions = array("i")
         self.finish_reason: str | None = None
         self.server = ""
         self.interruptions = 0
@@ -237,7 +238,7 @@ class LLMProxy:
     async def _attempt(self, prompt: Prompt, replies: list[_Reply], on_running: Callable[[bool], None]) -> None:
         """One exchange with one server. Afterwards each reply has ended, or was interrupted and kept its tokens."""
         first = replies[0]
-        ids = [*prompt.ids, *first.output_ids] if first.output_ids else prompt.ids
+        ids = prompt.ids + first.output_ids if first.output_ids else prompt.ids
         remaining = prompt.max_new_tokens - len(first.output_ids)
         if remaining == 0:
             first.finish_reason = "length"
@@ -262,12 +263,14 @@ class LLMProxy:
         try:
             async for chunk in instance.engine.generate(request):
                 reply = replies[chunk.index]
+                if reply.finish_reason is not None:
+                    continue  # a reply is answered once, whatever the server repeats
                 oldest = reply.versions[-1] if reply.versions else prompt.v_traj
                 if chunk.versions and chunk.versions[0] < oldest:  # restarted behind our back, with its first weights
                     raise EngineError(f"{instance.name}: samples from version {chunk.versions[0]}, not {oldest}")
-                reply.output_ids.extend(chunk.output_ids)
-                reply.logprobs.extend(chunk.logprobs)
-                reply.versions.extend(chunk.versions)
+                reply.output_ids += chunk.output_ids
+                reply.logprobs += chunk.logprobs
+                reply.versions += chunk.versions
                 received += len(chunk.output_ids)
                 instance.tokens += len(chunk.output_ids)
                 if chunk.finish_reason == "abort":

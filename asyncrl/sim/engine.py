@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
@@ -288,9 +289,9 @@ class SimEngine:
         sequence.outbox.append(
             Chunk(
                 index=sequence.index,
-                output_ids=range(top, top - new, -1),
-                logprobs=[-0.5] * new,
-                versions=[self.version] * new,
+                output_ids=array("i", range(top, top - new, -1)),
+                logprobs=array("f", [-0.5]) * new,
+                versions=array("i", [self.version]) * new,
                 finish_reason=finish_reason,
             )
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
+from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 
@@ -47,7 +48,7 @@ class Reply:
 
 def ask(prompt: Sequence[int] = PROMPT, tokens: int = 16, rid: str = "", **kwargs: object) -> GenerateRequest:
     """A greedy request; its length is ``tokens`` unless it stops before."""
-    fields = {"rid": rid or next(_names), "input_ids": list(prompt), "max_new_tokens": tokens, "temperature": 0.0}
+    fields = {"rid": rid or next(_names), "input_ids": array("i", prompt), "max_new_tokens": tokens, "temperature": 0.0}
     return GenerateRequest(**{**fields, **kwargs})
 
 

@@ -18,10 +18,10 @@ ids = st.integers(0, 2**31 - 1)
 def turns(draw: st.DrawFn) -> Turn:
     output = draw(st.lists(ids, max_size=5))
     return Turn(
-        prompt_ids=draw(st.lists(ids, max_size=5)),
-        output_ids=output,
-        logprobs=draw(st.lists(st.floats(-50, 0, width=32), min_size=len(output), max_size=len(output))),
-        versions=sorted(draw(st.lists(st.integers(0, 9), min_size=len(output), max_size=len(output)))),
+        prompt_ids=array("i", draw(st.lists(ids, max_size=5))),
+        output_ids=array("i", output),
+        logprobs=array("f", draw(st.lists(st.floats(-50, 0, width=32), min_size=len(output), max_size=len(output)))),
+        versions=array("i", sorted(draw(st.lists(st.integers(0, 9), min_size=len(output), max_size=len(output))))),
         finish_reason="stop",
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -136,7 +137,7 @@ def make_engine(url: str, *, version: int = 0, **config: Any) -> SGLangEngine:
 
 
 def ask(rid: str = "r1", n: int = 1, tokens: int = 8) -> GenerateRequest:
-    return GenerateRequest(rid=rid, input_ids=[1, 2, 3], max_new_tokens=tokens, n=n)
+    return GenerateRequest(rid=rid, input_ids=array("i", [1, 2, 3]), max_new_tokens=tokens, n=n)
 
 
 async def collect(engine: SGLangEngine, request: GenerateRequest | None = None) -> list[Chunk]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,8 +51,13 @@ def user(text: str) -> Observation:
     return Observation(messages=[{"role": "user", "content": text}])
 
 
+def sampled(dialogue: Conversation, ids: Sequence[int], logprob: float, version: int, reason: str) -> str:
+    n = len(ids)
+    return dialogue.add_output(array("i", ids), array("f", [logprob] * n), array("i", [version] * n), reason)
+
+
 def answer(dialogue: Conversation, ids: Sequence[int], reason: str = "stop", version: int = 0) -> str:
-    return dialogue.add_output(ids, [-0.5] * len(ids), [version] * len(ids), reason)
+    return sampled(dialogue, ids, -0.5, version, reason)
 
 
 words = st.text(st.characters(min_codepoint=32, max_codepoint=0x2FF), max_size=8)
@@ -68,7 +74,7 @@ def test_chat_by_difference_is_the_whole_chat_rendered(first: str, turns: list[t
         assert answer(dialogue, [*map(ord, said), END]) == said
         dialogue.observe(user(heard))
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": heard}]
-        assert dialogue.ids == tokenizer.encode(tokenizer.render(messages, True))
+        assert dialogue.ids.tolist() == tokenizer.encode(tokenizer.render(messages, True))
 
 
 @given(first=words, turns=st.lists(st.tuples(words, words), max_size=5))
@@ -81,7 +87,7 @@ def test_a_truncated_turn_is_closed_by_the_template(first: str, turns: list[tupl
         answer(dialogue, [*map(ord, said)], "length")
         dialogue.observe(user(heard))
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": heard}]
-        assert dialogue.ids == tokenizer.encode(tokenizer.render(messages, True))
+        assert dialogue.ids.tolist() == tokenizer.encode(tokenizer.render(messages, True))
     for turn in dialogue.turns[1:]:
         assert turn.prompt_ids[0] == END, "observed, not sampled: the loss must not see it"
 
@@ -94,7 +100,7 @@ def test_several_messages_at_once_and_other_roles_are_rendered_too() -> None:
     results = [{"role": "tool", "content": "one"}, {"role": "tool", "content": "two"}]
     dialogue.observe(Observation(messages=results))
     whole = [{"role": "user", "content": "search"}, {"role": "assistant", "content": "a"}, *results]
-    assert dialogue.ids == tokenizer.encode(tokenizer.render(whole, True))
+    assert dialogue.ids.tolist() == tokenizer.encode(tokenizer.render(whole, True))
 
 
 @given(
@@ -108,18 +114,18 @@ def test_what_was_sampled_stays_in_place_whatever_follows(turns: list[tuple[list
     dialogue.observe("hi")
     before: list[int] = []
     for version, (output, kind) in enumerate(turns):
-        assert dialogue.ids[: len(before)] == before
+        assert dialogue.ids[: len(before)].tolist() == before
         before = list(dialogue.ids)
-        dialogue.add_output(output, [-0.25] * len(output), [version] * len(output), "stop")
-        assert dialogue.ids == before + output
+        sampled(dialogue, output, -0.25, version, "stop")
+        assert dialogue.ids.tolist() == before + output
         before = list(dialogue.ids)
         dialogue.observe(user("x") if kind == "chat" else Observation(text="x") if kind == "text" else "x")
-    assert dialogue.ids[: len(before)] == before
+    assert dialogue.ids[: len(before)].tolist() == before
     told = [i for turn in dialogue.turns for i in (*turn.prompt_ids, *turn.output_ids)]
-    assert dialogue.ids[: len(told)] == told
+    assert dialogue.ids[: len(told)].tolist() == told
     assert [list(turn.output_ids) for turn in dialogue.turns] == [output for output, _ in turns]
     assert [list(turn.versions) for turn in dialogue.turns] == [[v] * len(o) for v, (o, _) in enumerate(turns)]
-    assert all(turn.logprobs == [-0.25] * len(turn.output_ids) for turn in dialogue.turns)
+    assert all(turn.logprobs.tolist() == [-0.25] * len(turn.output_ids) for turn in dialogue.turns)
 
 
 def test_text_observations_are_encoded_as_they_are() -> None:
@@ -127,8 +133,8 @@ def test_text_observations_are_encoded_as_they_are() -> None:
     dialogue.observe("3+4=")
     assert answer(dialogue, [ord("7"), END]) == "7"
     dialogue.observe(Observation(text="\nwrong "))
-    assert dialogue.ids == [*map(ord, "3+4=7"), END, *map(ord, "\nwrong ")]
-    assert dialogue.turns[0].prompt_ids == [*map(ord, "3+4=")]
+    assert dialogue.ids.tolist() == [*map(ord, "3+4=7"), END, *map(ord, "\nwrong ")]
+    assert dialogue.turns[0].prompt_ids.tolist() == [*map(ord, "3+4=")]
 
 
 def test_a_template_that_drops_the_model_s_turns_is_refused() -> None:
@@ -138,7 +144,7 @@ def test_a_template_that_drops_the_model_s_turns_is_refused() -> None:
     before = list(dialogue.ids)
     with pytest.raises(ValueError, match="drops assistant turns"):
         dialogue.observe(user("again"))
-    assert dialogue.ids == before
+    assert dialogue.ids.tolist() == before
 
 
 def test_a_user_s_text_that_looks_like_the_mark_harms_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from array import array
 
 import pytest
 
@@ -16,12 +17,12 @@ from .world import aim, cancelled_at, proxy_over, sim_engine
 
 
 def prompt(v_traj: int = 0, limit: int = 100, length: int = 10) -> Prompt:
-    return Prompt(ids=[1] * length, v_traj=v_traj, max_new_tokens=limit)
+    return Prompt(ids=array("i", [1]) * length, v_traj=v_traj, max_new_tokens=limit)
 
 
 def whole(completion: Completion, length: int) -> bool:
     """All tokens of a response of ``length`` are there, once, in order."""
-    return completion.output_ids == [GENERATED + r for r in range(length - 1, -1, -1)]
+    return completion.output_ids.tolist() == [GENERATED + r for r in range(length - 1, -1, -1)]
 
 
 def books_are_empty(proxy: LLMProxy) -> bool:
@@ -98,7 +99,7 @@ def test_interrupted_requests_go_on_with_their_tokens_and_record_versions() -> N
     for completion in run(main()):
         assert whole(completion, 60)
         assert completion.interruptions == 1
-        assert sorted(completion.versions) == completion.versions
+        assert sorted(completion.versions) == completion.versions.tolist()
         assert set(completion.versions) == {0, 1}
         assert len(completion.logprobs) == len(completion.versions) == 60
 
@@ -200,8 +201,9 @@ def test_a_request_cut_at_its_last_token_ends_there() -> None:
     async def main() -> None:
         class CutAtLimit(SimEngine):
             async def generate(self, request):  # type: ignore[no-untyped-def]
-                ids = list(range(request.max_new_tokens))
-                yield Chunk(output_ids=ids, logprobs=[0.0] * len(ids), versions=[0] * len(ids), finish_reason="abort")
+                n = request.max_new_tokens
+                zeros = array("i", [0]) * n
+                yield Chunk(output_ids=zeros, logprobs=array("f", zeros), versions=zeros, finish_reason="abort")
 
         proxy = await proxy_over(CutAtLimit("s", rng=random.Random(0), lengths=lambda rng: 1))
         [completion] = await proxy.generate(prompt(limit=5))
@@ -217,7 +219,7 @@ def test_a_server_that_aborts_everything_is_given_up() -> None:
 
         async def generate(self, request):  # type: ignore[no-untyped-def]
             self.requests += 1
-            yield Chunk(output_ids=[], logprobs=[], versions=[], finish_reason="abort")
+            yield Chunk(output_ids=array("i"), logprobs=array("f"), versions=array("i"), finish_reason="abort")
 
     async def main() -> int:
         engine = Aborting("s", rng=random.Random(0), lengths=lambda rng: 1)

@@ -1,8 +1,7 @@
-"""The recipe: what a run is, as frozen structs. Imports no torch.
+"""Defaults ⊕ preset ⊕ TOML files ⊕ dotted overrides, and the refusal of what cannot work.
 
-``load`` layers defaults ⊕ preset ⊕ TOML files ⊕ dotted overrides, and refuses what cannot work: an unknown key, a wrong
-type or an impossible combination is a ``RecipeError`` of one line that names the key and the remedy. Derived numbers
-are properties, never knobs. Paths in a recipe are relative to the recipe's own folder.
+An unknown key, a wrong type or an impossible combination is a ``RecipeError`` of one line that names the key and the
+remedy.
 """
 
 from __future__ import annotations
@@ -13,219 +12,14 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 import msgspec
 
+from asyncrl.config.base import RecipeError
+from asyncrl.config.recipe import Recipe
 from asyncrl.core.policy.presets import PRESETS
-from asyncrl.core.types import Record
-
-
-class RecipeError(Exception):
-    """A recipe that cannot work; one line naming the key, file or URL, and the remedy."""
-
-
-class Section(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of the recipe's tables."""
-
-
-class ModelConfig(Section, frozen=True, kw_only=True):
-    """The policy: a folder in Hugging Face format (config.json, safetensors, tokenizer)."""
-
-    path: str = ""
-    """Model folder. Trainer and servers start from it (version 0)."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights in trainer compute and in the servers; master weights are always float32."""
-
-
-class SetupConfig(Section, frozen=True, kw_only=True):
-    """A script that makes the model and the data when they are not there yet."""
-
-    script: str = ""
-    """Python file; run as ``python SCRIPT --out DIR --seed SEED`` once, when ``out`` does not exist. Empty: nothing to
-    make."""
-    out: str = "build"
-    """Folder that the script fills. It appears under this name only when the script has succeeded."""
-
-
-class TaskConfig(Section, frozen=True, kw_only=True):
-    """Where tasks come from: JSONL or Parquet rows, one task a row."""
-
-    train: str = ""
-    heldout: str = ""
-    shuffle: bool = True
-
-
-class EnvConfig(Section, frozen=True, kw_only=True):
-    """The environment and its deadlines (seconds)."""
-
-    target: str = ""
-    """``package.module:Class``, or ``file.py:Class`` relative to the recipe. An ``Env`` class or a reward function."""
-    kwargs: dict[str, Any] = {}
-    max_turns: int = 1
-    reset_timeout_s: float = 60.0
-    step_timeout_s: float = 60.0
-    reward_timeout_s: float = 60.0
-    episode_timeout_s: float = 600.0
-    block_timeout_s: float = 30.0
-    """How long user code may hold the event loop (a missing ``await``) before it is interrupted."""
-    retries: int = 1
-    """How often a failed episode is started anew before its group is given up."""
-    max_failure_rate: float = 0.5
-    """The run stops when more than this share of the last ``failure_window`` episodes failed."""
-    failure_window: int = 64
-
-
-class RolloutConfig(Section, frozen=True, kw_only=True):
-    """How much is generated for a train step, and how."""
-
-    batch_groups: int = 8
-    """Groups that one train step consumes."""
-    group_size: int = 8
-    """Trajectories of one task."""
-    num_envs: int = 64
-    """Environment slots: EnvManagers that run at once."""
-    max_new_tokens: int = 512
-    """Tokens that one turn may generate."""
-    max_tokens: int = 2048
-    """Length limit of a whole trajectory, prompt included."""
-    temperature: float = 1.0
-    top_p: float = 1.0
-    expand_num_return_sequences: bool = True
-    """Prompt replication (ROLL Flash §5.1.2): a group is ``group_size`` independent requests, else one with ``n``."""
-    max_additional_running_prompts: int = 0
-    """Groups that run beside what the batches need (ROLL Flash §5.1.1); the surplus is aborted."""
-    filter_zero_variance: bool = False
-    """Dynamic filtering: drop groups whose rewards are all equal, and refill exactly what was dropped."""
-
-
-class StalenessConfig(Section, frozen=True, kw_only=True):
-    control: Literal["inflight_cap"] = "inflight_cap"
-    bound: float = 1.0
-    """α (ROLL Flash §4.3): how many versions older than the one being trained a sample's start may be."""
-
-
-class UpdateConfig(Section, frozen=True, kw_only=True):
-    running: Literal["interrupt", "drain"] = "interrupt"
-    """What a weight update does to running requests: cut them and go on with their tokens, or let them end first."""
-
-
-class EngineConfig(Section, frozen=True, kw_only=True):
-    """The inference servers."""
-
-    kind: Literal["embedded", "sglang"] = "embedded"
-    count: int = 1
-    """Servers to start here, when ``urls`` is empty."""
-    urls: list[str] = []
-    """Servers that already run (``http://host:port``); they are used and never stopped."""
-    python: str = ""
-    """Interpreter that has ``sglang`` installed, for ``kind = "sglang"``. Empty: the one that runs asyncrl."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    gpus: list[str] = []
-    """``CUDA_VISIBLE_DEVICES`` of each server started here, in turn. Empty: all see all GPUs."""
-    script: str = ""
-    """Python file that starts an SGLang server, in place of ``-m sglang.launch_server``."""
-    args: list[str] = []
-    """Further command-line arguments for servers started here."""
-    threads: int = 1
-    """CPU threads of each server (OMP_NUM_THREADS)."""
-    max_running_requests: int = 64
-    max_total_tokens: int = 65536
-    """KV cache of each server, in tokens."""
-    stream_interval: int = 64
-    """Tokens between two chunks of a stream: what a dying server can cost."""
-    routing: Literal["least_loaded", "prefix_affine"] = "least_loaded"
-    connect_timeout_s: float = 300.0
-    request_timeout_s: float = 600.0
-    idle_timeout_s: float = 120.0
-    """A stream that brings nothing for this long is given up and retried elsewhere."""
-    control_timeout_s: float = 120.0
-    retries: int = 3
-    probe_s: float = 2.0
-    """Time between two probes of a server that failed."""
-    patience_s: float = 300.0
-    """The run ends when no server was up for this long; a server that is started again needs its start-up time."""
-
-
-class TrainerConfig(Section, frozen=True, kw_only=True):
-    """The torchrun job."""
-
-    url: str = ""
-    """Rank 0 of a job that was started elsewhere; it is used and never stopped. Empty: one is started here."""
-    ranks: int = 1
-    threads: int = 1
-    """CPU threads of each rank."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    gpus: str = ""
-    """``CUDA_VISIBLE_DEVICES`` of the job. Empty: all GPUs."""
-    learning_rate: float = 1e-6
-    warmup_steps: int = 0
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    grad_clip: float = 1.0
-    micro_batch_tokens: int = 8192
-    """Token budget of one packed forward and backward pass on one rank."""
-    activation_checkpointing: bool = False
-    connect_timeout_s: float = 300.0
-    step_timeout_s: float = 3600.0
-
-
-class AlgorithmConfig(Section, frozen=True, kw_only=True):
-    """Losses are named in ``train/loss.py``, advantages in ``core/advantage.py``."""
-
-    loss: Literal["ppo"] = "ppo"
-    """GRPO's clipped objective is ``ppo`` with the ``group_norm`` advantage."""
-    advantage: Literal["group_norm", "group_mean"] = "group_norm"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    importance_cap: float = 5.0
-    """C of truncated importance sampling against the engine's logprobs (ROLL Flash Eq. 12)."""
-
-
-class WeightsConfig(Section, frozen=True, kw_only=True):
-    transport: Literal["disk", "collective"] = "disk"
-    backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """Of ``collective``. ``auto``: the trainer's own; a trainer that shares a GPU with a server needs gloo."""
-    address: str = "127.0.0.1"
-    """Where the servers reach the trainer's rank 0, for ``collective``."""
-    folder: str = ""
-    """Shared folder of the ``disk`` transport. Empty: ``weights/`` in the run directory."""
-    bucket_mb: int = 256
-    """Largest piece that is gathered or broadcast at once."""
-
-
-class RunConfig(Section, frozen=True, kw_only=True):
-    steps: int = 100
-    eval_tasks: int = 0
-    """Held-out tasks that are played before and after training; 0: all of them."""
-    eval_temperature: float = 1.0
-    checkpoint_every: int = 0
-    """Steps between checkpoints; the last one is always written."""
-
-
-class Recipe(Section, frozen=True, kw_only=True):
-    """One run, resolved."""
-
-    name: str = "run"
-    seed: int = 0
-    preset: str = "roll-flash"
-    model: ModelConfig = ModelConfig()
-    setup: SetupConfig = SetupConfig()
-    task: TaskConfig = TaskConfig()
-    env: EnvConfig = EnvConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    staleness: StalenessConfig = StalenessConfig()
-    update: UpdateConfig = UpdateConfig()
-    engine: EngineConfig = EngineConfig()
-    trainer: TrainerConfig = TrainerConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    weights: WeightsConfig = WeightsConfig()
-    run: RunConfig = RunConfig()
-
-    @property
-    def batch_trajectories(self) -> int:
-        return self.rollout.batch_groups * self.rollout.group_size
 
 
 def dumps(recipe: Recipe) -> bytes:
@@ -235,9 +29,6 @@ def dumps(recipe: Recipe) -> bytes:
 
 def loads_json(data: bytes) -> Recipe:
     return msgspec.json.decode(data, type=Recipe)
-
-
-# --- loading ----------------------------------------------------------------------------------------------------------
 
 
 def load(path: str | Path, *, files: Sequence[str | Path] = (), overrides: Sequence[str] = ()) -> Recipe:
@@ -290,6 +81,12 @@ def check(recipe: Recipe) -> None:
         "run.steps": recipe.run.steps,
         "weights.bucket_mb": recipe.weights.bucket_mb,
     }
+    sim = recipe.sim
+    at_least_one |= {
+        "sim.instance.gpus": sim.instance.gpus,
+        "sim.trainer.gpus": sim.trainer.gpus,
+        "sim.tasks": sim.tasks,
+    }
     for key, value in at_least_one.items():
         _require(value >= 1, key, value, "must be at least 1")
     not_negative = {
@@ -304,6 +101,18 @@ def check(recipe: Recipe) -> None:
         "engine.stream_interval": e.stream_interval,
         "trainer.warmup_steps": t.warmup_steps,
         "trainer.weight_decay": t.weight_decay,
+    }
+    not_negative |= {
+        "sim.instance.chunked_prefill": sim.instance.chunked_prefill,
+        "sim.instance.load_s": sim.instance.load_s,
+        "sim.instance.start_s": sim.instance.start_s,
+        "sim.trainer.fixed_s": sim.trainer.fixed_s,
+        "sim.trainer.scaling": sim.trainer.scaling,
+        "sim.weights.hop_s": sim.weights.hop_s,
+        "sim.heldout": sim.heldout,
+        "sim.random_faults": sim.random_faults,
+        **{f"sim.faults[{i}].at_s": fault.at_s for i, fault in enumerate(sim.faults)},
+        **{f"sim.faults[{i}].for_s": fault.for_s for i, fault in enumerate(sim.faults)},
     }
     for key, number in not_negative.items():
         _require(math.isfinite(number) and number >= 0, key, number, "must be 0 or more")
@@ -325,11 +134,37 @@ def check(recipe: Recipe) -> None:
         "trainer.grad_clip": t.grad_clip,
         "algorithm.importance_cap": recipe.algorithm.importance_cap,
     }
+    positive |= {
+        "sim.trainer.tokens_per_s": sim.trainer.tokens_per_s,
+        "sim.weights.gigabytes": sim.weights.gigabytes,
+        "sim.weights.gather_gb_s": sim.weights.gather_gb_s,
+        "sim.weights.disk_gb_s": sim.weights.disk_gb_s,
+        "sim.weights.link_gb_s": sim.weights.link_gb_s,
+        "sim.weights.local_gb_s": sim.weights.local_gb_s,
+        "sim.env.slow_factor": sim.env.slow_factor,
+        "sim.random_within_s": sim.random_within_s,
+        "sim.stall_s": sim.stall_s,
+        **{f"sim.faults[{i}].factor": fault.factor for i, fault in enumerate(sim.faults)},
+    }
     for key, number in positive.items():
         _require(math.isfinite(number) and number > 0, key, number, "must be more than 0")
+    shares = {
+        "env.max_failure_rate": recipe.env.max_failure_rate,
+        "sim.task_share": sim.task_share,
+        "sim.env.success": sim.env.success,
+        "sim.env.spread": sim.env.spread,
+        "sim.env.crash": sim.env.crash,
+        "sim.env.hang": sim.env.hang,
+        "sim.env.slow": sim.env.slow,
+    }
+    for key, number in shares.items():
+        _require(0 <= number <= 1, key, number, "is a share, between 0 and 1")
+    for i, fault in enumerate(sim.faults):
+        servers = len(e.urls) or e.count
+        _require(0 <= fault.server < servers, f"sim.faults[{i}].server", fault.server, f"there are {servers} servers")
+    _require(recipe.staleness.queue >= 1, "staleness.queue", recipe.staleness.queue, "must hold at least one batch")
     _require(all(0 <= b < 1 for b in t.betas), "trainer.betas", list(t.betas), "must be in [0, 1)")
     _require(0 < r.top_p <= 1, "rollout.top_p", r.top_p, "must be in (0, 1]")
-    _require(0 <= recipe.env.max_failure_rate <= 1, "env.max_failure_rate", recipe.env.max_failure_rate, "is a share")
     _require(0 < recipe.algorithm.clip_low <= 1, "algorithm.clip_low", recipe.algorithm.clip_low, "must be in (0, 1]")
     _require(recipe.algorithm.clip_high > 0, "algorithm.clip_high", recipe.algorithm.clip_high, "must be more than 0")
     _require(bool(e.urls) or e.count >= 1, "engine.count", e.count, "must be at least 1, or give engine.urls")
@@ -427,21 +262,32 @@ def _explain(error: msgspec.ValidationError) -> str:
     path = where.strip("`").removeprefix("$").removeprefix(".")
     if unknown := re.search(r"unknown field `(.+)`", what):
         name = unknown.group(1)
-        known = [f.name for f in msgspec.structs.fields(_type_at(path))]
+        tables = [t for t in _types_at(path) if isinstance(t, type) and issubclass(t, msgspec.Struct)]
+        known = sorted({field.name for table in tables for field in msgspec.structs.fields(table)})
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
         return f"{path + '.' if path else ''}{name}: unknown key; {hint}"
     if what.startswith("Invalid enum value"):
-        return f"{path}: unknown {what.split(maxsplit=3)[3]}; known are {', '.join(get_args(_type_at(path)))}"
+        known = [name for kind in _types_at(path) for name in get_args(kind)]
+        return f"{path}: unknown {what.split(maxsplit=3)[3]}; known are {', '.join(known)}"
+    if what.startswith("Invalid value "):  # the tag of one of several tables
+        known = [str(t.__struct_config__.tag) for t in _types_at(path.removesuffix(".kind"))]
+        return f"{path}: unknown {what.removeprefix('Invalid value ')}; known are {', '.join(known)}"
     return f"{path}: {what[:1].lower()}{what[1:].replace('`object`', '`table`')}"
 
 
-def _type_at(path: str) -> Any:
-    """The type of a dotted key."""
-    kind: Any = Recipe
-    for name in filter(None, path.split(".")):
-        kind = next(f.type for f in msgspec.structs.fields(kind) if f.name == name)
-    return kind
+def _types_at(path: str) -> list[Any]:
+    """The types that the value of a dotted key may have: more than one where the table's ``kind`` decides."""
+    kinds: list[Any] = [Recipe]
+    for name in filter(None, re.sub(r"\[.*?\]", "", path).split(".")):
+        found = [f.type for kind in kinds for f in msgspec.structs.fields(kind) if f.name == name]
+        kinds = []
+        for kind in found:
+            if get_origin(kind) in (list, dict):
+                kind = get_args(kind)[-1]
+            members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+            kinds += [member for member in members if member is not type(None)]
+    return kinds
 
 
 def _resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
@@ -462,5 +308,6 @@ def _resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
         task=replace(recipe.task, train=absolute(recipe.task.train), heldout=absolute(recipe.task.heldout)),
         env=replace(recipe.env, target=target),
         engine=replace(recipe.engine, script=absolute(recipe.engine.script)),
+        sim=replace(recipe.sim, instance=replace(recipe.sim.instance, profile=absolute(recipe.sim.instance.profile))),
         weights=replace(recipe.weights, folder=absolute(recipe.weights.folder)),
     )

@@ -1,0 +1,13 @@
+"""What every table of a recipe is, and the error that a bad one raises."""
+
+from __future__ import annotations
+
+from asyncrl.core.types import Record
+
+
+class RecipeError(Exception):
+    """A recipe that cannot work; one line naming the key, file or URL, and the remedy."""
+
+
+class Section(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the recipe's tables."""

@@ -1,0 +1,232 @@
+"""The recipe: what a run is, as frozen structs. Derived numbers are properties, never knobs.
+
+``[sim]``, what only a simulation and a plan need to know, is in ``virtual.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from asyncrl.config.base import Section
+from asyncrl.config.virtual import SimConfig
+
+
+class ModelConfig(Section, frozen=True, kw_only=True):
+    """The policy: a folder in Hugging Face format (config.json, safetensors, tokenizer)."""
+
+    path: str = ""
+    """Model folder. Trainer and servers start from it (version 0)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights in trainer compute and in the servers; master weights are always float32."""
+
+
+class SetupConfig(Section, frozen=True, kw_only=True):
+    """A script that makes the model and the data when they are not there yet."""
+
+    script: str = ""
+    """Python file; run as ``python SCRIPT --out DIR --seed SEED`` once, when ``out`` does not exist. Empty: nothing to
+    make."""
+    out: str = "build"
+    """Folder that the script fills. It appears under this name only when the script has succeeded."""
+
+
+class TaskConfig(Section, frozen=True, kw_only=True):
+    """Where tasks come from: JSONL or Parquet rows, one task a row."""
+
+    train: str = ""
+    heldout: str = ""
+    shuffle: bool = True
+
+
+class EnvConfig(Section, frozen=True, kw_only=True):
+    """The environment and its deadlines (seconds)."""
+
+    target: str = ""
+    """``package.module:Class``, or ``file.py:Class`` relative to the recipe. An ``Env`` class or a reward function."""
+    kwargs: dict[str, Any] = {}
+    max_turns: int = 1
+    reset_timeout_s: float = 60.0
+    step_timeout_s: float = 60.0
+    reward_timeout_s: float = 60.0
+    episode_timeout_s: float = 600.0
+    block_timeout_s: float = 30.0
+    """How long user code may hold the event loop (a missing ``await``) before it is interrupted."""
+    retries: int = 1
+    """How often a failed episode is started anew before its group is given up."""
+    max_failure_rate: float = 0.5
+    """The run stops when more than this share of the last ``failure_window`` episodes failed."""
+    failure_window: int = 64
+
+
+class RolloutConfig(Section, frozen=True, kw_only=True):
+    """How much is generated for a train step, and how."""
+
+    batch_groups: int = 8
+    """Groups that one train step consumes."""
+    group_size: int = 8
+    """Trajectories of one task."""
+    num_envs: int = 64
+    """Environment slots: EnvManagers that run at once."""
+    max_new_tokens: int = 512
+    """Tokens that one turn may generate."""
+    max_tokens: int = 2048
+    """Length limit of a whole trajectory, prompt included."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    expand_num_return_sequences: bool = True
+    """Prompt replication (ROLL Flash §5.1.2): a group is ``group_size`` independent requests, else one with ``n``."""
+    queue_scheduling: bool = True
+    """False: batch rollout, ROLL Flash's baseline in §5.1.1: prompts go out in waves, the next when all have ended."""
+    max_additional_running_prompts: int = 0
+    """Groups that run beside what the batches need (ROLL Flash §5.1.1); the surplus is aborted."""
+    filter_zero_variance: bool = False
+    """Dynamic filtering: drop groups whose rewards are all equal, and refill exactly what was dropped."""
+
+
+class StalenessConfig(Section, frozen=True, kw_only=True):
+    control: Literal["inflight_cap", "queue_drop", "queue_max"] = "inflight_cap"
+    """``inflight_cap`` starts only what can be trained in time and wastes nothing. With ``queue_drop`` and
+    ``queue_max`` (Applied Compute) the servers never wait, and what the trainer is too slow for is dropped."""
+    bound: float = 1.0
+    """α (ROLL Flash §4.3): how many versions older than the one being trained a sample's start may be. ``queue_max``
+    discards what is older; ``queue_drop`` has no bound."""
+    queue: float = 1.0
+    """Capacity of ``queue_drop``'s queue, in batches."""
+
+    @property
+    def limit(self) -> int | None:
+        """Largest staleness that a trained sample can have."""
+        match self.control:
+            case "inflight_cap":
+                return math.ceil(self.bound)
+            case "queue_max":
+                return math.floor(self.bound)
+            case "queue_drop":
+                return None
+
+
+class UpdateConfig(Section, frozen=True, kw_only=True):
+    running: Literal["interrupt", "drain"] = "interrupt"
+    """What a weight update does to running requests: cut them and go on with their tokens, or let them end first."""
+
+
+class EngineConfig(Section, frozen=True, kw_only=True):
+    """The inference servers."""
+
+    kind: Literal["embedded", "sglang"] = "embedded"
+    count: int = 1
+    """Servers to start here, when ``urls`` is empty."""
+    urls: list[str] = []
+    """Servers that already run (``http://host:port``); they are used and never stopped."""
+    python: str = ""
+    """Interpreter that has ``sglang`` installed, for ``kind = "sglang"``. Empty: the one that runs asyncrl."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    gpus: list[str] = []
+    """``CUDA_VISIBLE_DEVICES`` of each server started here, in turn. Empty: all see all GPUs."""
+    script: str = ""
+    """Python file that starts an SGLang server, in place of ``-m sglang.launch_server``."""
+    args: list[str] = []
+    """Further command-line arguments for servers started here."""
+    threads: int = 1
+    """CPU threads of each server (OMP_NUM_THREADS)."""
+    max_running_requests: int = 64
+    max_total_tokens: int = 65536
+    """KV cache of each server, in tokens."""
+    stream_interval: int = 64
+    """Tokens between two chunks of a stream: what a dying server can cost."""
+    routing: Literal["least_loaded", "prefix_affine", "round_robin"] = "least_loaded"
+    connect_timeout_s: float = 300.0
+    request_timeout_s: float = 600.0
+    idle_timeout_s: float = 120.0
+    """A stream that brings nothing for this long is given up and retried elsewhere."""
+    control_timeout_s: float = 120.0
+    retries: int = 3
+    probe_s: float = 2.0
+    """Time between two probes of a server that failed."""
+    patience_s: float = 300.0
+    """The run ends when no server was up for this long; a server that is started again needs its start-up time."""
+
+
+class TrainerConfig(Section, frozen=True, kw_only=True):
+    """The torchrun job."""
+
+    url: str = ""
+    """Rank 0 of a job that was started elsewhere; it is used and never stopped. Empty: one is started here."""
+    ranks: int = 1
+    threads: int = 1
+    """CPU threads of each rank."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    gpus: str = ""
+    """``CUDA_VISIBLE_DEVICES`` of the job. Empty: all GPUs."""
+    learning_rate: float = 1e-6
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    grad_clip: float = 1.0
+    micro_batch_tokens: int = 8192
+    """Token budget of one packed forward and backward pass on one rank."""
+    activation_checkpointing: bool = False
+    connect_timeout_s: float = 300.0
+    step_timeout_s: float = 3600.0
+
+
+class AlgorithmConfig(Section, frozen=True, kw_only=True):
+    """Losses are named in ``train/loss.py``, advantages in ``core/advantage.py``."""
+
+    loss: Literal["ppo"] = "ppo"
+    """GRPO's clipped objective is ``ppo`` with the ``group_norm`` advantage."""
+    advantage: Literal["group_norm", "group_mean"] = "group_norm"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    importance_cap: float = 5.0
+    """C of truncated importance sampling against the engine's logprobs (ROLL Flash Eq. 12)."""
+
+
+class WeightsConfig(Section, frozen=True, kw_only=True):
+    transport: Literal["disk", "collective"] = "disk"
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """Of ``collective``. ``auto``: the trainer's own; a trainer that shares a GPU with a server needs gloo."""
+    address: str = "127.0.0.1"
+    """Where the servers reach the trainer's rank 0, for ``collective``."""
+    folder: str = ""
+    """Shared folder of the ``disk`` transport. Empty: ``weights/`` in the run directory."""
+    bucket_mb: int = 256
+    """Largest piece that is gathered or broadcast at once."""
+
+
+class RunConfig(Section, frozen=True, kw_only=True):
+    steps: int = 100
+    eval_tasks: int = 0
+    """Held-out tasks that are played before and after training; 0: all of them."""
+    eval_temperature: float = 1.0
+    checkpoint_every: int = 0
+    """Steps between checkpoints; the last one is always written."""
+    trace_requests: bool = True
+    """False: ``trace.json`` leaves single requests and episodes out, a few hundred bytes each."""
+
+
+class Recipe(Section, frozen=True, kw_only=True):
+    """One run, resolved."""
+
+    name: str = "run"
+    seed: int = 0
+    preset: str = "roll-flash"
+    model: ModelConfig = ModelConfig()
+    setup: SetupConfig = SetupConfig()
+    task: TaskConfig = TaskConfig()
+    env: EnvConfig = EnvConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    update: UpdateConfig = UpdateConfig()
+    engine: EngineConfig = EngineConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    weights: WeightsConfig = WeightsConfig()
+    run: RunConfig = RunConfig()
+    sim: SimConfig = SimConfig()
+
+    @property
+    def batch_trajectories(self) -> int:
+        return self.rollout.batch_groups * self.rollout.group_size
