@@ -12,7 +12,7 @@ import msgspec
 
 from asyncrl.config import Recipe, RecipeError
 from asyncrl.core.policy.routing import ROUTING
-from asyncrl.core.staleness.inflight_cap import InflightCap
+from asyncrl.core.staleness import make_control
 from asyncrl.core.types import Task
 from asyncrl.env import Env
 from asyncrl.ports import Blocking, Engine, Observer, Tokenizer, Trainer, WeightTransport
@@ -76,9 +76,11 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         proxy.add(engine, info)
     rollout = recipe.rollout
     buffer = SampleBuffer(
-        control=InflightCap(
+        control=make_control(
+            recipe.staleness.control,
             batch=rollout.batch_groups,
-            alpha=recipe.staleness.bound,
+            bound=recipe.staleness.bound,
+            queue=recipe.staleness.queue,
             redundant=rollout.max_additional_running_prompts,
             step=version,
         ),

@@ -1,6 +1,6 @@
 """Live progress: one panel with a row for each component on a terminal, a plain line now and then elsewhere.
 
-Reads the Recorder and decides nothing. The CLI's render coroutine calls ``render`` about four times a second; there is
+Reads the Tally and decides nothing. The CLI's render coroutine calls ``render`` about four times a second; there is
 no thread. A display that breaks (terminal gone, stream closed) is switched off: the run goes on without it. What the
 stream's encoding cannot show is replaced.
 """
@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
-from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.summary import Summary, bound_note, duration
+from asyncrl.observe.tally import Tally
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -34,14 +34,14 @@ ARROW = {True: "→", False: "->"}
 
 
 class Progress:
-    """What ``recorder`` has seen, shown on ``out``. ``render`` and ``close`` never raise for a display that fails."""
+    """What ``tally`` has seen, shown on ``out``. ``render`` and ``close`` never raise for a display that fails."""
 
-    def __init__(self, recorder: Recorder, out: TextIO) -> None:
-        self._recorder = recorder
+    def __init__(self, tally: Tally, out: TextIO) -> None:
+        self._tally = tally
         self._out: TextIO | None = out
         self._unicode = _shows_unicode(out)
         self._live: Live | None = None
-        self._next_line = recorder.clock()
+        self._next_line = tally.clock()
         self._evals_told = 0
         self._samples: deque[tuple[float, float, dict[str, tuple[float, float]]]] = deque()
         if out.isatty() and os.environ.get("TERM") != "dumb":
@@ -62,10 +62,10 @@ class Progress:
             live = self._live
             self._attempt(lambda: live.update(self._panel(), refresh=True))
             return
-        for e in self._recorder.evals[self._evals_told :]:
+        for e in self._tally.evals[self._evals_told :]:
             self._print(f"held-out accuracy {e.accuracy:.3f} of version {e.version} ({e.n} tasks)")
-        self._evals_told = len(self._recorder.evals)
-        now = self._recorder.clock()
+        self._evals_told = len(self._tally.evals)
+        now = self._tally.clock()
         if now >= self._next_line:
             self._next_line = now + PLAIN_INTERVAL_S
             self._print(self._line())
@@ -86,11 +86,11 @@ class Progress:
 
     def rows(self) -> list[tuple[str, str]]:
         """(component, its state) of the panel, top to bottom."""
-        recorder = self._recorder
-        m, gauges, recipe = recorder.metrics, recorder.gauges, recorder.recipe
-        reward = f"  reward {recorder.rewards[-1]:.3f} {self._sparkline(recorder.rewards)}" if recorder.rewards else ""
-        rows = [("controller", f"step {len(recorder.rewards)}/{recipe.run.steps}{reward}{self._time_left()}")]
-        running = sum(s.running for s in recorder.servers.values())
+        tally = self._tally
+        m, gauges, recipe = tally.metrics, tally.gauges, tally.recipe
+        reward = f"  reward {tally.rewards[-1]:.3f} {self._sparkline(tally.rewards)}" if tally.rewards else ""
+        rows = [("controller", f"step {len(tally.rewards)}/{recipe.run.steps}{reward}{self._time_left()}")]
+        running = sum(s.running for s in tally.servers.values())
         waiting = gauges.get("rollout/waiting", 0)
         bubbles = f"  bubbles {_percent(m.get('bubble/share'))}"
         rate = f"{self._token_rate():,.0f} tok/s"
@@ -107,17 +107,17 @@ class Progress:
             rows.append(("trainer", "  ".join(parts)))
         else:
             rows.append(("trainer", "waiting for the first batch"))
-        states = recorder.states
+        states = tally.states
         failed, retried = gauges.get("envs/failed", 0), gauges.get("envs/retried", 0)
         text = f"finished {states.total():,}  filtered {states['filtered']:,}"
         rows.append(("envs", f"{text}  failed {failed:,.0f}  retried {retried:,.0f}"))
-        if recorder.evals:
-            path = f" {ARROW[self._unicode]} ".join(f"{e.accuracy:.3f}" for e in _first_and_last(recorder.evals))
+        if tally.evals:
+            path = f" {ARROW[self._unicode]} ".join(f"{e.accuracy:.3f}" for e in _first_and_last(tally.evals))
             rows.append(("held-out", path))
         return [(name, self._showable(text)) for name, text in rows]
 
     def _server_rows(self) -> list[tuple[str, str]]:
-        servers = self._recorder.servers
+        servers = self._tally.servers
         if len(servers) <= SERVER_ROWS:
             return [
                 (name, f"v{s.version}  running {s.running}  busy {_percent(self._busy([name]))}" if s.up else "down")
@@ -129,30 +129,30 @@ class Progress:
         return [("servers", f"{len(up)}/{len(servers)} up  {span}  busy {_percent(self._busy(servers))}")]
 
     def _line(self) -> str:
-        recorder, m = self._recorder, self._recorder.metrics
-        parts = [f"step {len(recorder.rewards)}/{recorder.recipe.run.steps}"]
+        tally, m = self._tally, self._tally.metrics
+        parts = [f"step {len(tally.rewards)}/{tally.recipe.run.steps}"]
         if m:
             parts += [
                 f"reward {m['reward/mean']:.3f}",
                 f"staleness {m['staleness/mean']:.2f} max {m['staleness/max']:.0f}",
                 f"bubbles {_percent(m.get('bubble/share'))}",
             ]
-        running = sum(s.running for s in recorder.servers.values())
+        running = sum(s.running for s in tally.servers.values())
         return "  ".join(parts) + f"  running {running:,}  {self._token_rate():,.0f} tok/s{self._time_left()}"
 
     def _time_left(self) -> str:
-        pace, steps = self._recorder.seconds_per_step, self._recorder.recipe.run.steps
+        pace, steps = self._tally.seconds_per_step, self._tally.recipe.run.steps
         if pace is None:
             return ""
-        done = len(self._recorder.rewards)
-        since = self._recorder.clock() - self._recorder.start - self._recorder.metrics["time/at"]
+        done = len(self._tally.rewards)
+        since = self._tally.clock() - self._tally.start - self._tally.metrics["time/at"]
         return f"  left {duration(max(0.0, (steps - done) * pace - since))}"
 
     def _sample(self) -> None:
         """Remember totals, so that rates are over the recent past."""
-        now = self._recorder.clock()
-        tokens = self._recorder.gauges.get("rollout/tokens", self._recorder.metrics.get("tokens/total", 0.0))
-        self._samples.append((now, tokens, {n: s.totals(now) for n, s in self._recorder.servers.items()}))
+        now = self._tally.clock()
+        tokens = self._tally.gauges.get("rollout/tokens", self._tally.metrics.get("tokens/total", 0.0))
+        self._samples.append((now, tokens, {n: s.totals(now) for n, s in self._tally.servers.items()}))
         while len(self._samples) > 2 and self._samples[1][0] <= now - RATE_WINDOW_S:
             self._samples.popleft()
 
@@ -186,8 +186,8 @@ class Progress:
         table.add_column(no_wrap=True, overflow="crop")
         for name, text in self.rows():
             table.add_row(Text(self._showable(name)), Text(text))
-        elapsed = duration(self._recorder.clock() - self._recorder.start)
-        title = Text(self._showable(f"{self._recorder.recipe.name}  {elapsed}"), overflow="crop")
+        elapsed = duration(self._tally.clock() - self._tally.start)
+        title = Text(self._showable(f"{self._tally.recipe.name}  {elapsed}"), overflow="crop")
         return Panel(table, title=title, title_align="left", border_style="dim")
 
     def _print(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Recorder: the ``Observer`` of a run. Keeps what progress shows and writes the run directory.
+"""Recorder: the ``Observer`` of a run that writes the run directory.
 
 The calls of ``Observer`` only count and append to a queue. ``flush`` turns the queue into lines, off the loop: the
 runtime runs it on the ``Blocking`` port every few seconds. It may run on another thread than the calls, so the two
@@ -9,44 +9,31 @@ on the spot, so nothing is lost; the error of such a flush is kept for the next 
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from array import array
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress, groupby
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from asyncrl.config import Recipe
-from asyncrl.core.types import OBSERVED_VERSION, Record, Trajectory
-from asyncrl.observe.busy import Mark, ServerTime, bubble_share, tokens_per_second, trainer_idle_share
+from asyncrl.core.types import OBSERVED_VERSION, Trajectory
 from asyncrl.observe.run_dir import EVALS, METRICS, TRACE, TRAJECTORIES, LineFile, RunDirError
-from asyncrl.observe.summary import StalenessSummary, Summary, package_versions, reward_edges
+from asyncrl.observe.tally import NO_ARGS, Tally
 from asyncrl.observe.trace import TraceEncoder
-from asyncrl.ports import Observer, StepMetrics
+from asyncrl.ports import StepMetrics
 
 QUEUE_LIMIT = 16_384
 """Events that may wait for a flush."""
 COUNTER_INTERVAL_S = 0.1
 """Least distance of two values of one counter in the trace."""
 REQUEST_SPANS = frozenset({"generate", "episode"})
-NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 
 
-class Evaluation(Record, frozen=True, kw_only=True):
-    """Policy ``version`` played ``n`` held-out tasks, ``at`` seconds after the run began."""
-
-    version: int
-    accuracy: float
-    n: int
-    at: float
-
-
-class Recorder(Observer):
+class Recorder(Tally):
     """Observes one run. ``clock`` gives loop time in seconds; ``decode`` turns token ids into text, and is called on
     the thread that flushes. Without ``tokens``, trajectories are written without tokens, logprobs and text. Raises
     ``RunDirError`` if the folder cannot be written or holds a run already."""
@@ -64,21 +51,7 @@ class Recorder(Observer):
             run_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunDirError(f"{run_dir}: cannot make the folder ({error.strerror}): give another --run-dir") from None
-        self.recipe = recipe
-        self.clock = clock
-        self.start = clock()
-        # What progress and the summary read.
-        self.metrics: dict[str, float] = {}  # of the newest step
-        self.rewards: list[float] = []  # mean of every step
-        self.evals: list[Evaluation] = []
-        self.servers: dict[str, ServerTime] = {}
-        self.gauges: dict[str, float] = {}  # newest value of every counter
-        self.states: Counter[str] = Counter()  # finished trajectories by final state
-        self._staleness: Counter[int] = Counter()  # trained trajectories by staleness
-        self._trainer_busy = 0.0
-        # Ends of the first and of the newest step; before the first step, the newest is the run's start.
-        self._first: Mark | None = None
-        self._newest = Mark(at=self.start)
+        super().__init__(recipe, clock)
         self._counted: dict[str, float] = {}  # counter → time of its newest value in the trace
         # Shared with the thread that flushes.
         self._queue: deque[tuple[Any, ...]] = deque()
@@ -92,46 +65,34 @@ class Recorder(Observer):
     # --- Observer -----------------------------------------------------------------------------------------------------
 
     def step(self, metrics: StepMetrics) -> None:
-        self._trainer_busy += metrics.train_s + metrics.update_s
-        before, mark = self._newest, self._mark(metrics.at, metrics.tokens)
-        line = step_line(metrics, before, mark, self.start)
-        self._staleness.update(metrics.batch.step - t.v_traj for t in metrics.batch.trajectories)
-        self._newest = mark
-        self._first = self._first or mark
-        self.metrics = line
-        self.rewards.append(line["reward/mean"])
-        self._put(("line", METRICS, line))
+        super().step(metrics)
+        self._put(("line", METRICS, self.metrics))
 
     def trajectory(self, trajectory: Trajectory, state: str) -> None:
-        self.states[str(state)] += 1
+        super().trajectory(trajectory, state)
         self._put(("trajectory", trajectory, str(state), self.clock() - self.start))
 
     def server(self, name: str, at: float, running: int, version: int, up: bool = True) -> None:
-        time = self.servers.get(name)
-        if time is None:
-            time = self.servers[name] = ServerTime(at)
-        ended = time.update(at, running, version, up)
+        ended = self._server(name, at, running, version, up)
         if ended is not None:
             self._put(("busy", name, ended))
 
     def span(self, track: str, name: str, start: float, end: float, args: Mapping[str, Any] = NO_ARGS) -> None:
-        if name in REQUEST_SPANS and not self.recipe.run.trace_requests:
-            return
-        self._put(("span", track, name, start, end, args))
+        if self.recipe.run.trace_requests or name not in REQUEST_SPANS:
+            self._put(("span", track, name, start, end, args))
 
     def instant(self, track: str, name: str, at: float, args: Mapping[str, Any] = NO_ARGS) -> None:
         self._put(("instant", track, name, at, args))
 
     def counter(self, name: str, at: float, value: float) -> None:
-        self.gauges[name] = value
+        super().counter(name, at, value)
         if at - self._counted.get(name, -COUNTER_INTERVAL_S) >= COUNTER_INTERVAL_S:
             self._counted[name] = at
             self._put(("counter", name, at, value))
 
     def eval(self, version: int, accuracy: float, n: int) -> None:
-        evaluation = Evaluation(version=version, accuracy=accuracy, n=n, at=self.clock() - self.start)
-        self.evals.append(evaluation)
-        self._put(("line", EVALS, msgspec.to_builtins(evaluation)))
+        super().eval(version, accuracy, n)
+        self._put(("line", EVALS, msgspec.to_builtins(self.evals[-1])))
 
     # --- Files --------------------------------------------------------------------------------------------------------
 
@@ -161,64 +122,6 @@ class Recorder(Observer):
             for file in self._files.values():
                 file.close()
 
-    @property
-    def seconds_per_step(self) -> float | None:
-        """Mean time from one step's end to the next; the first step's own length while there is only one."""
-        if self._first is None:
-            return None
-        if len(self.rewards) == 1:
-            return self.metrics["time/step"]
-        return (self._newest.at - self._first.at) / (len(self.rewards) - 1)
-
-    def summary(
-        self,
-        *,
-        exit: str,
-        started: str,
-        command: Sequence[str],
-        ledger: Mapping[str, int],
-        reasons: Mapping[str, Mapping[str, int]] = NO_ARGS,
-    ) -> Summary:
-        """The run so far. ``started`` is its start's time of day; ``ledger`` counts trajectories by state, ``reasons``
-        by final state and reason."""
-        first, last = reward_edges(self.rewards)
-        window = (self._first, self._newest) if self._first is not None else None
-        after = [e.accuracy for e in self.evals if e.version > self.evals[0].version]
-        return Summary(
-            recipe=self.recipe.name,
-            exit=exit,
-            started=started,
-            seconds=self.clock() - self.start,
-            steps=len(self.rewards),
-            reward_first=first,
-            reward_last=last,
-            heldout_before=self.evals[0].accuracy if self.evals else None,
-            heldout_after=after[-1] if after else None,
-            staleness=StalenessSummary(
-                mean=sum(k * n for k, n in self._staleness.items()) / self._staleness.total() if self.rewards else None,
-                max=max(self._staleness, default=None),
-                bound=self.recipe.staleness.limit,
-            ),
-            bubble_share=bubble_share(*window) if window else None,
-            trainer_idle_share=trainer_idle_share(*window) if window else None,
-            tokens=max(self._newest.tokens, int(self.gauges.get("rollout/tokens", 0))),
-            ledger=dict(ledger),
-            reasons=dict(reasons),
-            seed=self.recipe.seed,
-            command=list(command),
-            packages=package_versions(),
-        )
-
-    def _mark(self, at: float, tokens: int) -> Mark:
-        totals = [time.totals(at) for time in self.servers.values()]
-        return Mark(
-            at=at,
-            busy=sum(busy for busy, _ in totals),
-            available=sum(available for _, available in totals),
-            trainer_busy=self._trainer_busy,
-            tokens=tokens,
-        )
-
     def _put(self, event: tuple[Any, ...]) -> None:
         if len(self._queue) >= QUEUE_LIMIT:
             with contextlib.suppress(RunDirError):  # kept in _error: the next flush() or close() raises it
@@ -246,57 +149,6 @@ class Recorder(Observer):
         for name, file in self._files.items():
             if lines[name]:
                 file.write(b"".join(lines[name]))
-
-
-def step_line(metrics: StepMetrics, before: Mark, mark: Mark, start: float) -> dict[str, float]:
-    """One line of ``metrics.jsonl``: flat, slash-named numbers.
-
-    ``time/*`` are seconds (``time/at`` since the run began), ``response/*`` generated tokens of a trajectory,
-    ``staleness/count/K`` trajectories of staleness K, ``env/NAME`` the mean of the environment's metric NAME, and
-    ``tokens/s``, ``bubble/share`` and ``bubble/trainer_idle`` are since the step before (the first time: since the run
-    began).
-    """
-    batch, trajectories = metrics.batch, metrics.batch.trajectories
-    n = len(trajectories)
-    rewards = [t.reward for t in trajectories]
-    lengths = sorted(t.generated for t in trajectories)
-    staleness = [batch.step - t.v_traj for t in trajectories]
-    mean = sum(rewards) / n
-    line: dict[str, float] = {
-        "step": batch.step,
-        "version": batch.step + 1,
-        "time/at": metrics.at - start,
-        "time/step": metrics.seconds,
-        "time/wait": metrics.wait_s,
-        "time/train": metrics.train_s,
-        "time/update": metrics.update_s,
-        "reward/mean": mean,
-        "reward/std": (sum((r - mean) ** 2 for r in rewards) / n) ** 0.5,
-        "response/mean": sum(lengths) / n,
-        "response/p95": lengths[math.ceil(0.95 * n) - 1],
-        "response/max": lengths[-1],
-        "staleness/mean": sum(staleness) / n,
-        "staleness/max": max(staleness),
-        "tokens/batch": sum(lengths),
-        "tokens/total": metrics.tokens,
-        "tokens/s": tokens_per_second(before, mark),
-    }
-    for k, count in sorted(Counter(staleness).items()):
-        line[f"staleness/count/{k}"] = count
-    values: dict[str, list[float]] = {}
-    for t in trajectories:
-        for name, value in t.metrics.items():
-            values.setdefault(name, []).append(value)
-    line |= {f"env/{name}": sum(v) / len(v) for name, v in values.items()}
-    line |= {f"trainer/{name}": value for name, value in metrics.trainer.items()}
-    line |= {f"buffer/{name}": value for name, value in metrics.buffer.items()}
-    line |= {f"ledger/{name}": value for name, value in metrics.ledger.items()}
-    bubble, idle = bubble_share(before, mark), trainer_idle_share(before, mark)
-    if bubble is not None:
-        line["bubble/share"] = bubble
-    if idle is not None:
-        line["bubble/trainer_idle"] = idle
-    return line
 
 
 def version_runs(versions: array[int]) -> list[tuple[int, int]]:
