@@ -7,7 +7,9 @@ method, so atomic on the loop; only ``lease`` and ``get_batch`` wait.
     get_batch()   waits for: a batch that is certain       woken by: the last occupy, or a release of a due group
     put()         never waits: the place was reserved
 
-A group is admitted only when an EnvManager is free to begin it, so its V_traj is the version of that moment.
+A group is admitted only when an EnvManager is free to begin it, so its V_traj is the version of that moment. A trainer
+that waits gets its batch within the very call that completes it, so nothing that ends in the same tick can drop any of
+it from a queue.
 """
 
 from __future__ import annotations
@@ -83,7 +85,12 @@ class BufferSnapshot(Record, frozen=True, kw_only=True):
 class SampleBuffer:
     """``replicate`` is prompt replication (ROLL Flash §5.1.2): one lease an episode, else one lease a group.
 
-    ``total_groups`` is what the whole run consumes: nothing is begun that no step could train.
+    ``queue_scheduling`` off is batch rollout, with which ROLL Flash §5.1.1 (figure 6, left) compares itself: prompts
+    go out in waves of as many groups as the next batch still misses, and the next wave only when every group of this
+    one has ended; until then none of it counts as finished or filtered.
+
+    ``total_groups`` is what the whole run consumes. Nothing is begun that no step could train; but where groups may be
+    evicted none is sure of its step, so there the slots stay busy until the last batch is taken.
     """
 
     def __init__(
@@ -95,6 +102,7 @@ class SampleBuffer:
         observer: Observer,
         version: int = 0,
         replicate: bool = True,
+        queue_scheduling: bool = True,
         filter_zero_variance: bool = False,
         retries: int = 0,
         total_groups: int | None = None,
@@ -111,11 +119,18 @@ class SampleBuffer:
         self._unconsumed = math.inf if total_groups is None else total_groups
         self._next_group = 0
         self._next_trajectory = 0
+        self._batch_rollout = not queue_scheduling
+        self._wave = 0 if self._batch_rollout else math.inf
+        """Groups that this wave has still to begin; queue scheduling is one wave without end."""
         self._open: dict[int, _OpenGroup] = {}
+        self._ended: dict[int, _OpenGroup] = {}
+        """Those of ``_open`` that are complete and wait for the end of their wave."""
         self._ready: dict[int, Group] = {}
         self._unclaimed: deque[Lease] = deque()
         self._lessees: deque[asyncio.Future[Lease]] = deque()
         self._batch_waiter: asyncio.Future[None] | None = None
+        self._taken: tuple[Group, ...] = ()
+        """The batch that the train loop has been given and not picked up yet."""
         self._closed = ""
         self._filtered = self._retried = self._failed = 0
 
@@ -153,8 +168,7 @@ class SampleBuffer:
                 self._lessees.popleft()
                 continue
             if not self._unclaimed:
-                live = len(self._open) + len(self._ready)
-                if self._closed or live >= self._unconsumed or not self._control.admits(self._version):
+                if not self._may_open():
                     return
                 self._open_group()
             lease = self._unclaimed.popleft()
@@ -163,9 +177,19 @@ class SampleBuffer:
             self._lessees.popleft()
             future.set_result(lease)
 
+    def _may_open(self) -> bool:
+        """May a group begin now? With batch rollout, this is where the next wave starts."""
+        if self._closed or not self._control.admits(self._version):
+            return False
+        room = self._unconsumed if self._control.evicts else self._unconsumed - len(self._open) - len(self._ready)
+        if room > 0 and not self._wave and not self._open:
+            self._wave = min(self._control.missing, room)
+        return room > 0 and self._wave > 0
+
     def _open_group(self) -> None:
         group = _OpenGroup(self._next_group, self._tasks.next(), self._version, self._next_trajectory, self._group_size)
         self._control.reserve(group.id, group.v_traj)
+        self._wave -= 1
         self._next_group += 1
         self._next_trajectory += self._group_size
         self._open[group.id] = group
@@ -194,7 +218,7 @@ class SampleBuffer:
                     self.ledger.move(trajectory_id, state)
 
     def put(self, lease: Lease, trajectory: Trajectory) -> None:
-        """A scored trajectory. The last of its group makes the group ready, or filters it."""
+        """A scored trajectory. The last of its group makes the group ready, or filters or evicts it."""
         group = self._open[lease.group_id]
         slot = group.slots[trajectory.index]
         if slot.trajectory_id != trajectory.id or slot.trajectory is not None:
@@ -203,6 +227,17 @@ class SampleBuffer:
         slot.trajectory = trajectory
         group.missing -= 1
         if not group.missing:
+            self._ended[group.id] = group
+            self._settle()
+            self._wake_batch()
+            self._admit()
+
+    def _settle(self) -> None:
+        """Complete groups count from now on; with batch rollout, once all of their wave are complete."""
+        if self._batch_rollout and (self._wave or len(self._ended) < len(self._open)):
+            return
+        ended, self._ended = self._ended, {}
+        for group in ended.values():
             self._complete(group)
 
     def _complete(self, open_group: _OpenGroup) -> None:
@@ -213,13 +248,12 @@ class SampleBuffer:
             self._filtered += 1
             self._control.release(group.id)
             self._end(group.trajectories, State.FILTERED, "zero variance")
-            self._admit()
         else:
             for trajectory in trajectories:
                 self.ledger.move(trajectory.id, State.OCCUPIED)
             self._ready[group.id] = group
-            self._control.occupy(group.id)
-        self._wake_batch()
+            for evicted, reason in self._control.occupy(group.id).items():
+                self._drop(evicted, reason)
 
     def fail(self, lease: Lease, reason: str, *, retry: bool = True) -> None:
         """The episode failed. It starts anew while its slots have retries left; after that its group is given up, and
@@ -242,12 +276,21 @@ class SampleBuffer:
                 slot.lease = None
             self._give_up(group, State.ABORTED, "group failed")
             self._control.release(group.id)
+            self._settle()
+            self._wake_batch()
         self._admit()
-        self._wake_batch()
+
+    def _drop(self, group_id: int, reason: str) -> None:
+        """The control has let go of this group, finished or not."""
+        if group_id in self._open:
+            self._give_up(self._open[group_id], State.SURPLUS, reason)
+        else:
+            self._end(self._ready.pop(group_id).trajectories, State.SURPLUS, reason)
 
     def _give_up(self, group: _OpenGroup, state: State, reason: str) -> None:
         """Every member that is not final ends as ``state``; running episodes are interrupted."""
         del self._open[group.id]
+        self._ended.pop(group.id, None)
         for slot in group.slots:
             if slot.trajectory is not None:
                 self._end([slot.trajectory], state, reason)
@@ -268,27 +311,33 @@ class SampleBuffer:
 
     async def get_batch(self, step: int) -> Batch:
         """The groups that train step ``step`` consumes; waits until they are certain. Asserts the staleness bound."""
-        while (taken := self._control.consume()) is None:
+        if not self._taken and not self._take():
             self._batch_waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._batch_waiter
             finally:
                 self._batch_waiter = None
-        ids, surplus = taken
-        groups = tuple(self._ready.pop(i) for i in ids)
-        self._unconsumed -= len(groups)
-        for group in groups:
-            self._end(group.trajectories, State.CONSUMED)
-        for group_id in surplus:
-            if group_id in self._open:
-                self._give_up(self._open[group_id], State.SURPLUS, "batch complete")
-            else:
-                self._end(self._ready.pop(group_id).trajectories, State.SURPLUS, "batch complete")
-        self._admit()
+        groups, self._taken = self._taken, ()
         return Batch(step=step, groups=groups)
 
+    def _take(self) -> bool:
+        """Consume the next batch into ``_taken`` if it is certain; what can no longer be trained is surplus."""
+        if (consumed := self._control.consume()) is None:
+            return False
+        ids, surplus = consumed
+        self._taken = tuple(self._ready.pop(i) for i in ids)
+        self._unconsumed -= len(ids)
+        for group in self._taken:
+            self._end(group.trajectories, State.CONSUMED)
+        for group_id in surplus:
+            self._drop(group_id, "batch complete")
+        self._settle()
+        self._admit()
+        return True
+
     def _wake_batch(self) -> None:
-        if self._batch_waiter is not None and not self._batch_waiter.done():
+        """Give the train loop its batch, if it waits for one."""
+        if self._batch_waiter is not None and not self._batch_waiter.done() and self._take():
             self._batch_waiter.set_result(None)
 
     # --- the end

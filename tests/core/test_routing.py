@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.core.policy.routing import ROUTING, RequestView, has_room, least_loaded, prefix_affine
+from asyncrl.core.policy.routing import RequestView, has_room, least_loaded, prefix_affine, round_robin
 
 
 @dataclass
@@ -43,6 +43,7 @@ requests = st.builds(
     tokens=st.integers(1, 60),
     slots=st.integers(1, 4),
     home=st.sampled_from([None, *"abcde"]),
+    sequence=st.integers(0, 20),
 )
 
 
@@ -74,11 +75,28 @@ def test_prefix_affine_stays_at_home_unless_it_is_overloaded(request: RequestVie
 
 
 @given(request=requests, fleet=servers, random=st.randoms())
-def test_the_order_of_servers_does_not_matter(request: RequestView, fleet: list[Server], random: object) -> None:
+def test_the_order_of_servers_does_not_matter_to_load_and_prefix(
+    request: RequestView, fleet: list[Server], random: object
+) -> None:
     shuffled = list(fleet)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    for route in ROUTING.values():
+    for route in (least_loaded, prefix_affine):
         assert route(request, fleet) is route(request, shuffled)
+
+
+@given(request=requests, fleet=servers)
+def test_round_robin_goes_by_arrival_over_the_servers_that_are_up_and_new_enough_whatever_their_load(
+    request: RequestView, fleet: list[Server]
+) -> None:
+    able = [s for s in fleet if s.up and s.version >= request.v_traj]
+    chosen = round_robin(request, fleet)
+    assert chosen is (able[request.sequence % len(able)] if able else None)
+
+
+def test_round_robin_splits_a_batch_evenly_and_names_a_full_server() -> None:
+    fleet = [Server(name="a", running=4), Server(name="b"), Server(name="c")]
+    chosen = [round_robin(RequestView(v_traj=0, tokens=10, sequence=i), fleet) for i in range(9)]
+    assert [s.name for s in chosen if s is not None] == list("abcabcabc")
 
 
 def test_an_idle_server_takes_a_group_that_is_larger_than_its_slots() -> None:

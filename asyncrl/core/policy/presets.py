@@ -11,6 +11,14 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "update": {"running": "drain"},
         "engine": {"routing": "least_loaded"},
     },
+    # What ROLL Flash (figure 1, §5.1) compares itself with: a batch is split over the servers, a group is one request,
+    # and nothing counts before all of it has ended.
+    "sync-naive": {
+        "staleness": {"control": "inflight_cap", "bound": 0.0},
+        "update": {"running": "drain"},
+        "rollout": {"queue_scheduling": False, "expand_num_return_sequences": False},
+        "engine": {"routing": "round_robin"},
+    },
     # One step off-policy: the next batch is generated while this one is trained; no trajectory mixes versions.
     "one-step": {
         "staleness": {"control": "inflight_cap", "bound": 1.0},
@@ -22,5 +30,18 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "staleness": {"control": "inflight_cap", "bound": 1.0},
         "update": {"running": "interrupt"},
         "engine": {"routing": "prefix_affine"},
+    },
+    # The staleness paper: servers never wait, weights come in flight, and a full queue drops its oldest group; a queue
+    # of one batch is what it recommends.
+    "queue-drop": {
+        "staleness": {"control": "queue_drop", "queue": 1.0},
+        "update": {"running": "interrupt"},
+        "engine": {"routing": "least_loaded"},
+    },
+    # Its counterpart: what is too stale is dropped, which favours short trajectories.
+    "queue-max": {
+        "staleness": {"control": "queue_max", "bound": 2.0},
+        "update": {"running": "interrupt"},
+        "engine": {"routing": "least_loaded"},
     },
 }

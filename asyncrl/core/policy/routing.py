@@ -1,11 +1,13 @@
-"""Which server takes a request: plain functions of the request and the servers' books. None: it waits for room.
+"""Which server takes a request: plain functions of the request and the servers' books.
 
 A candidate is up, not older than the request's V_traj, and has room for it by count and by tokens. A request too long
-for every server's KV cache is refused by the proxy before it comes here.
+for every server's KV cache is refused by the proxy before it comes here. Two answers make a request wait: None, until
+any server has room; a server that has none (``round_robin``), until that one has, while those behind it go on.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
@@ -13,13 +15,15 @@ from asyncrl.core.types import Record
 
 
 class RequestView(Record, frozen=True, kw_only=True):
-    """What routing may know of a request. ``home`` is the server that holds its prefix, if any."""
+    """What routing may know of a request. ``home`` is the server that holds its prefix, if any; ``sequence`` counts
+    the requests as they arrive, and stays the same when one that was cut off goes on."""
 
     v_traj: int
     tokens: int
     """Prompt and partial output, plus what it may still generate."""
     slots: int = 1
     home: str | None = None
+    sequence: int = 0
 
 
 class InstanceView(Protocol):
@@ -50,8 +54,20 @@ def has_room(request: RequestView, instance: InstanceView) -> bool:
 def least_loaded(request: RequestView, instances: Sequence[I]) -> I | None:
     """The server with the fewest requests, then the fewest tokens, then the first by name (queue scheduling, ROLL Flash
     §5.1.1: a server that has room takes the next request at once)."""
-    candidates = [i for i in instances if has_room(request, i)]
-    return min(candidates, key=lambda i: (i.running, i.tokens, i.name), default=None)
+    slots, tokens, v_traj = request.slots, request.tokens, request.v_traj
+    best: I | None = None
+    least: float = math.inf
+    fewest: float = math.inf
+    for instance in instances:  # has_room and min in one pass: this runs for every request, over the whole fleet
+        running = instance.running
+        if running > least or (running + slots > instance.max_running and running):
+            continue
+        used = instance.tokens
+        if running == least and (used > fewest or (used == fewest and best is not None and instance.name > best.name)):
+            continue
+        if used + tokens <= instance.max_tokens and instance.up and instance.version >= v_traj:
+            best, least, fewest = instance, running, used
+    return best
 
 
 def prefix_affine(request: RequestView, instances: Sequence[I]) -> I | None:
@@ -66,4 +82,11 @@ def prefix_affine(request: RequestView, instances: Sequence[I]) -> I | None:
     return best
 
 
-ROUTING = {"least_loaded": least_loaded, "prefix_affine": prefix_affine}
+def round_robin(request: RequestView, instances: Sequence[I]) -> I | None:
+    """The servers in turn, by arrival and whatever their load: what splitting a batch over workers does, the baseline
+    that queue scheduling is compared with. The server given may have no room; then the request waits for it."""
+    candidates = [i for i in instances if i.up and i.version >= request.v_traj]
+    return candidates[request.sequence % len(candidates)] if candidates else None
+
+
+ROUTING = {"least_loaded": least_loaded, "prefix_affine": prefix_affine, "round_robin": round_robin}
