@@ -33,13 +33,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
 def load_environment(config: EnvConfig) -> Environment:
     """The class or function that ``env.target`` names. Raises ``RecipeError``."""
-    module_name, colon, name = config.target.partition(":")
-    if not colon or not module_name or not name:
-        raise RecipeError(f"env.target = {config.target!r}: write package.module:Class or file.py:Class")
-    module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import(module_name)
-    target = getattr(module, name, None)
-    if target is None:
-        raise RecipeError(f"env.target: {module_name} has no {name!r}")
+    target, name = _load("env.target", config.target, "Class")
     if inspect.isclass(target) and issubclass(target, Env):
         for method in ("reset", "step", "close"):
             if not inspect.iscoroutinefunction(getattr(target, method)):
@@ -60,6 +54,28 @@ def load_environment(config: EnvConfig) -> Environment:
     return Environment(make=SingleTurn, reward=_with_kwargs(target, config.kwargs), required=("prompt",))
 
 
+def load_function(target: str, key: str) -> Callable[..., Any]:
+    """The function that ``package.module:function`` or ``file.py:function`` names, for the recipe's ``key``. Raises
+    ``RecipeError``."""
+    function, name = _load(key, target, "function")
+    if not callable(function):
+        raise RecipeError(f"{key}: {name} is not a function")
+    loaded: Callable[..., Any] = function
+    return loaded
+
+
+def _load(key: str, target: str, kind: str) -> tuple[Any, str]:
+    """What ``target`` names, and its name within its module."""
+    module_name, colon, name = target.partition(":")
+    if not colon or not module_name or not name:
+        raise RecipeError(f"{key} = {target!r}: write package.module:{kind} or file.py:{kind}")
+    module = _import_file(Path(module_name), key) if module_name.endswith(".py") else _import(module_name, key)
+    found = getattr(module, name, None)
+    if found is None:
+        raise RecipeError(f"{key}: {module_name} has no {name!r}")
+    return found, name
+
+
 def _with_kwargs(function: RewardFunction, kwargs: Mapping[str, Any]) -> RewardFunction:
     if not kwargs:
         return function
@@ -72,25 +88,25 @@ def _with_kwargs(function: RewardFunction, kwargs: Mapping[str, Any]) -> RewardF
     return lambda task, action: function(task, action, **kwargs)
 
 
-def _import(name: str) -> Any:
+def _import(name: str, key: str) -> Any:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        raise RecipeError(f"env.target: cannot import {name}: {_where(error)}") from None
+        raise RecipeError(f"{key}: cannot import {name}: {_where(error)}") from None
 
 
-def _import_file(file: Path) -> Any:
+def _import_file(file: Path, key: str) -> Any:
     if not file.is_file():
-        raise RecipeError(f"env.target: no file {file}")
+        raise RecipeError(f"{key}: no file {file}")
     spec = importlib.util.spec_from_file_location(f"asyncrl_recipe_{file.parent.name}_{file.stem}", file)
     if spec is None or spec.loader is None:
-        raise RecipeError(f"env.target: {file} is not a Python file")
+        raise RecipeError(f"{key}: {file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise RecipeError(f"env.target: cannot import {file}: {_where(error)}") from None
+        raise RecipeError(f"{key}: cannot import {file}: {_where(error)}") from None
     return module
 
 

@@ -190,14 +190,15 @@ class LoadsReply(msgspec.Struct, kw_only=True):
 
 class TrainSequence(msgspec.Struct, kw_only=True, frozen=True):
     """One trajectory as the trainer sees it. Columns are little-endian bytes, one entry a token:
-    ``tokens`` int32, ``loss_mask`` int8, ``logprobs`` float32 (the engine's), ``versions`` int32. ``advantage`` is
-    added to every token with mask 1."""
+    ``tokens`` int32, ``loss_mask`` int8, ``logprobs`` float32 (the engine's), ``versions`` int32. ``advantage`` is that
+    of every token with mask 1, unless there is a column ``advantages`` (float32) with one for each."""
 
     tokens: bytes
     loss_mask: bytes
     logprobs: bytes
     versions: bytes
-    advantage: float
+    advantage: float = 0.0
+    advantages: bytes = b""
 
 
 class TrainReq(msgspec.Struct, kw_only=True, frozen=True):

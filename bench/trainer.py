@@ -25,7 +25,8 @@ from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.core.types import Batch, Group, Task, Trajectory
 from asyncrl.train import model
 from asyncrl.train.client import train_request
-from asyncrl.train.step import Learner, plan_work
+from asyncrl.train.step import Learner
+from asyncrl.train.work import plan_work
 
 
 def make_batch(sequences: int, vocabulary: int) -> Batch:

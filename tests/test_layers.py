@@ -27,6 +27,7 @@ SAME_LEVEL = {
     ("loading", "envs.single_turn"): "a reward function is played in the environment for single turns",
     ("loading", "runtime.reward"): "the type of a reward function",
     ("train", "processes"): "the torchrun job is a child process",
+    ("train", "loading"): "a user's loss is named as an environment is",
     ("train", "weights.sender"): "rank 0 is the sending end of a transport",
 }
 """Imports between worlds that the tree needs, each with its reason."""

@@ -3,10 +3,10 @@
 Paths in a recipe are relative to the recipe's own folder.
 """
 
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.base import RecipeError, Section
-from asyncrl.config.load import check, dumps, load, load_table, loads_json
+from asyncrl.config.load import check, dumps, load, load_table, loads_json, under_preset
 from asyncrl.config.recipe import (
-    AlgorithmConfig,
     EngineConfig,
     EnvConfig,
     ModelConfig,
@@ -56,4 +56,5 @@ __all__ = [
     "load",
     "load_table",
     "loads_json",
+    "under_preset",
 ]

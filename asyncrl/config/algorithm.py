@@ -75,6 +75,16 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     overlong_filter: bool = False
     """DAPO's overlong filtering: trajectories that were cut off at a length limit are not trained."""
 
+    @property
+    def uses_proximal(self) -> bool:
+        """True if the loss makes use of π_prox, as far as is known."""
+        return self.loss == "decoupled_ppo" or ":" in self.loss
+
+    @property
+    def compares_groups(self) -> bool:
+        """True if the advantage needs at least two trajectories of a task."""
+        return self.advantage in ("group_norm", "group_mean", "rloo")
+
 
 def check_algorithm(a: AlgorithmConfig) -> None:
     """Raises ``RecipeError`` for the first value that cannot work."""
@@ -114,16 +124,11 @@ def check_algorithm(a: AlgorithmConfig) -> None:
         f"must be from 1 to algorithm.overlong_limit = {a.overlong_limit}, or both 0",
     )
     _require(
-        a.proximal == "recompute" or a.loss == "decoupled_ppo" or ":" in a.loss,
+        a.proximal == "recompute" or a.uses_proximal,
         "proximal",
         a.proximal,
         f"has no meaning for the loss {a.loss}; use decoupled_ppo",
     )
-
-
-def compares_groups(a: AlgorithmConfig) -> bool:
-    """True if the advantage needs at least two trajectories of a task."""
-    return a.advantage in ("group_norm", "group_mean", "rloo")
 
 
 def _named(key: str, value: str, known: tuple[str, ...]) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Union, get_args, get_origin
 
 import msgspec
 
+from asyncrl.config.algorithm import check_algorithm
 from asyncrl.config.base import RecipeError
 from asyncrl.config.recipe import Recipe
 from asyncrl.core.policy.presets import PRESETS
@@ -59,6 +60,16 @@ def load_table(table: Mapping[str, Any]) -> Recipe:
         raise RecipeError(_explain(error)) from None
     check(recipe)
     return recipe
+
+
+def under_preset(recipe: Recipe, preset: str) -> Recipe:
+    """The recipe with this preset's settings in place of its own. ``RecipeError``."""
+    if preset not in PRESETS:
+        raise RecipeError(f"preset: unknown {preset!r}; known are {', '.join(PRESETS)}")
+    table = _merge(msgspec.to_builtins(recipe), {**PRESETS[preset], "preset": preset})
+    changed = msgspec.convert(table, Recipe)
+    check(changed)
+    return changed
 
 
 def check(recipe: Recipe) -> None:
@@ -132,7 +143,6 @@ def check(recipe: Recipe) -> None:
         "trainer.step_timeout_s": t.step_timeout_s,
         "trainer.learning_rate": t.learning_rate,
         "trainer.grad_clip": t.grad_clip,
-        "algorithm.importance_cap": recipe.algorithm.importance_cap,
     }
     positive |= {
         "sim.trainer.tokens_per_s": sim.trainer.tokens_per_s,
@@ -165,8 +175,7 @@ def check(recipe: Recipe) -> None:
     _require(recipe.staleness.queue >= 1, "staleness.queue", recipe.staleness.queue, "must hold at least one batch")
     _require(all(0 <= b < 1 for b in t.betas), "trainer.betas", list(t.betas), "must be in [0, 1)")
     _require(0 < r.top_p <= 1, "rollout.top_p", r.top_p, "must be in (0, 1]")
-    _require(0 < recipe.algorithm.clip_low <= 1, "algorithm.clip_low", recipe.algorithm.clip_low, "must be in (0, 1]")
-    _require(recipe.algorithm.clip_high > 0, "algorithm.clip_high", recipe.algorithm.clip_high, "must be more than 0")
+    check_algorithm(recipe.algorithm)
     _require(bool(e.urls) or e.count >= 1, "engine.count", e.count, "must be at least 1, or give engine.urls")
     _require(
         t.ranks <= recipe.batch_trajectories,
@@ -175,7 +184,7 @@ def check(recipe: Recipe) -> None:
         f"is more than the {recipe.batch_trajectories} sequences of a batch; lower it or raise rollout.batch_groups",
     )
     _require(
-        r.group_size >= 2,
+        r.group_size >= 2 or not recipe.algorithm.compares_groups,
         "rollout.group_size",
         r.group_size,
         f"must be at least 2: {recipe.algorithm.advantage} compares the trajectories of a group",
@@ -296,18 +305,24 @@ def _resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
     def absolute(path: str) -> str:
         return str((folder / path).resolve()) if path else path
 
-    target = recipe.env.target
-    module, colon, name = target.partition(":")
-    if module.endswith(".py"):
-        target = f"{absolute(module)}{colon}{name}"
+    def target(text: str) -> str:
+        module, colon, name = text.partition(":")
+        return f"{absolute(module)}{colon}{name}" if colon and module.endswith(".py") else text
+
     replace = msgspec.structs.replace
     return replace(
         recipe,
         model=replace(recipe.model, path=absolute(recipe.model.path)),
         setup=replace(recipe.setup, script=absolute(recipe.setup.script), out=absolute(recipe.setup.out)),
         task=replace(recipe.task, train=absolute(recipe.task.train), heldout=absolute(recipe.task.heldout)),
-        env=replace(recipe.env, target=target),
+        env=replace(recipe.env, target=target(recipe.env.target)),
         engine=replace(recipe.engine, script=absolute(recipe.engine.script)),
         sim=replace(recipe.sim, instance=replace(recipe.sim.instance, profile=absolute(recipe.sim.instance.profile))),
+        algorithm=replace(
+            recipe.algorithm,
+            loss=target(recipe.algorithm.loss),
+            advantage=target(recipe.algorithm.advantage),
+            reference=absolute(recipe.algorithm.reference),
+        ),
         weights=replace(recipe.weights, folder=absolute(recipe.weights.folder)),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
+from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.base import Section
 from asyncrl.config.virtual import SimConfig
 
@@ -169,19 +170,6 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     activation_checkpointing: bool = False
     connect_timeout_s: float = 300.0
     step_timeout_s: float = 3600.0
-
-
-class AlgorithmConfig(Section, frozen=True, kw_only=True):
-    """Losses are named in ``train/loss.py``, advantages in ``core/advantage.py``."""
-
-    loss: Literal["ppo"] = "ppo"
-    """GRPO's clipped objective is ``ppo`` with the ``group_norm`` advantage."""
-    advantage: Literal["group_norm", "group_mean"] = "group_norm"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    importance_cap: float = 5.0
-    """C of truncated importance sampling against the engine's logprobs (ROLL Flash Eq. 12)."""
 
 
 class WeightsConfig(Section, frozen=True, kw_only=True):

@@ -17,18 +17,23 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from asyncrl.train.checkpoint import FolderWriter, drop_other_versions
+from asyncrl.train.dump import save_batch
 from asyncrl.train.rank import Gather, Rank, Stop, Train
 from asyncrl.train.server import Refused
-from asyncrl.train.step import StepRefused, plan_work
+from asyncrl.train.statistics import advantage_moments
+from asyncrl.train.step import NotFinite, StepBroken
+from asyncrl.train.work import StepRefused, plan_work, token_advantages
 from asyncrl.weights.sender import UpdateGroup
 from asyncrl.wire import JoinGroupReq, PublishReq, SaveReq, TrainerInfo, TrainReq
 
 
 class Leader:
-    """``server.Commands`` over one rank. Owns the staged weights and the update group."""
+    """``server.Commands`` over one rank. Owns the staged weights and the update group. Bad batches are left in
+    ``run_dir``."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, run_dir: Path) -> None:
         self._rank = rank
+        self._run_dir = run_dir
         self._staged: tuple[int, dict[str, Tensor]] = (-1, {})
         self._group: UpdateGroup | None = None
 
@@ -62,16 +67,27 @@ class Leader:
             )
             rank.channel.send([msgspec.msgpack.encode(Train(work=work)) for work in works])
             metrics = rank.learner.step(works[0])
+        except NotFinite as error:
+            raise Refused(f"{error}{self._kept(request, error)}") from error
+        except StepBroken as error:
+            raise StepBroken(f"{error}{self._kept(request, error)}") from error
         except StepRefused as error:
             raise Refused(str(error)) from error
         seconds = time.perf_counter() - started
         tokens = sum(len(s.tokens) // 4 for s in request.sequences)
+        metrics |= advantage_moments([token_advantages(s) for s in request.sequences])
         return metrics | {
             "seconds": seconds,
             "tokens": float(tokens),
             "sequences": float(len(request.sequences)),
             "tokens_per_second": tokens / seconds,
         }
+
+    def _kept(self, request: TrainReq, error: Exception) -> str:
+        try:
+            return f"; the batch is kept in {save_batch(self._run_dir, request, str(error))}"
+        except OSError as failure:
+            return f"; the batch could not be kept ({failure})"
 
     def publish(self, request: PublishReq) -> dict[str, float]:
         version = self._rank.learner.version

@@ -34,16 +34,20 @@ class ModelError(Exception):
 
 
 class Policy(nn.Module):
-    """A causal language model seen as a map from packed tokens to the logprobs of chosen next tokens."""
+    """A causal language model seen as a map from packed tokens to the logprobs of chosen next tokens.
+
+    ``entropy_gradient``: the entropy is to be differentiated too, for a bonus on it.
+    """
 
     def __init__(self, lm: PreTrainedModel, temperature: float) -> None:
         super().__init__()
         self.lm = lm
         self.temperature = temperature
+        self.entropy_gradient = False
 
     def forward(self, tokens: Tensor, layout: Layout, positions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability of each of ``targets`` ``[n]`` after the row position of the same rank in ``positions``
-        ``[n]``, and the entropy of the distribution there (no gradient); both float32, at the sampling temperature.
+        ``[n]``, and the entropy of the distribution there; both float32, at the sampling temperature.
 
         ``tokens`` is ``[row length]``. Only the chosen positions meet the vocabulary.
         """
@@ -53,18 +57,20 @@ class Policy(nn.Module):
         head = self.lm.get_output_embeddings()
         rows = max(1, LOGIT_ELEMENTS // self.lm.config.get_text_config().vocab_size)
         if len(targets) <= rows:
-            return _logprobs(head, hidden, targets, self.temperature)
+            return _logprobs(head, hidden, targets, self.temperature, self.entropy_gradient)
         parts = [
-            checkpoint(_logprobs, head, h, t, self.temperature, use_reentrant=False)
+            checkpoint(_logprobs, head, h, t, self.temperature, self.entropy_gradient, use_reentrant=False)
             for h, t in zip(hidden.split(rows), targets.split(rows), strict=True)
         ]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 
-def _logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _logprobs(
+    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
     logits = head(hidden).float() / temperature
     norm = logits.logsumexp(-1)
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         logs = logits - norm[:, None]
         entropy = -(logs.exp() * logs).sum(-1)
     return logits.gather(-1, targets[:, None])[:, 0] - norm, entropy

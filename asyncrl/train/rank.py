@@ -13,9 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from asyncrl.config import Recipe
 from asyncrl.core.types import Record
+from asyncrl.loading import load_function
 from asyncrl.train import model
 from asyncrl.train.channel import Channel
-from asyncrl.train.step import Learner, StepRefused, Work
+from asyncrl.train.loss import LOSSES, check_loss
+from asyncrl.train.model import ModelError, Policy
+from asyncrl.train.step import Learner
+from asyncrl.train.work import StepRefused, Work
 
 
 class Train(Record, frozen=True, kw_only=True, tag=True):
@@ -36,11 +40,15 @@ class Rank:
     """What every rank has: its shard, its learner, and its end of the channel."""
 
     def __init__(self, recipe: Recipe, folder: str, device: torch.device) -> None:
+        """Raises ``ModelError`` or ``RecipeError``."""
         self.recipe = recipe
         self.folder = folder
         self.device = device
         self.dtype = getattr(torch, recipe.model.dtype)
         self.channel = Channel()
+        algorithm = recipe.algorithm
+        loss = LOSSES.get(algorithm.loss) or load_function(algorithm.loss, "algorithm.loss")
+        check_loss(loss, algorithm)
         policy = model.load(folder, recipe.rollout.temperature or 1.0)
         self.weights = model.manifest(policy, 0, self.dtype)
         self.vocabulary: int = policy.lm.config.get_text_config().vocab_size
@@ -48,7 +56,27 @@ class Rank:
         self.parameters = sum(p.numel() for p in policy.parameters())
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         model.shard(policy, mesh, self.dtype, recipe.trainer.activation_checkpointing)
-        self.learner = Learner(policy, recipe.trainer, recipe.algorithm, device, self.channel.group)
+        reference = None
+        if algorithm.kl_coef:
+            reference = self._reference(algorithm.reference or recipe.model.path or folder)
+            model.shard(reference, mesh, self.dtype, False)
+        self.learner = Learner(
+            policy, recipe.trainer, algorithm, device, self.channel.group, loss=loss, reference=reference
+        )
+
+    def _reference(self, folder: str) -> Policy:
+        """The frozen model of the KL term: no gradients, and no master weights of a higher precision."""
+        reference = model.load(folder, self.recipe.rollout.temperature or 1.0)
+        vocabulary = reference.lm.config.get_text_config().vocab_size
+        if vocabulary != self.vocabulary:
+            raise ModelError(
+                f"algorithm.reference: {folder} has a vocabulary of {vocabulary} and the policy one of "
+                f"{self.vocabulary}; use a model with the policy's tokenizer"
+            )
+        for parameter in reference.parameters():
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(self.dtype)
+        return reference
 
     def gather(self, keep: bool) -> Iterator[dict[str, Tensor]]:
         limit = self.recipe.weights.bucket_mb * 2**20

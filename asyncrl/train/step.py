@@ -1,8 +1,7 @@
-"""One train step: from a batch to new weights.
+"""One train step on one rank: forward and backward passes over its work, and the optimiser's updates.
 
-``plan_work`` (rank 0, no torch collectives) checks a batch and deals it out; ``Learner`` (every rank) runs its share.
-The gradient is that of one sum over the whole batch: every token carries its global weight, so that packing, the size
-of micro-batches and the number of ranks change only the order of additions.
+Collective: every rank runs the same passes in the same order. Of one batch, each mini-batch is one update, gone through
+``epochs`` times; all updates together take the weights from version n to n + 1, and staleness is counted in versions.
 """
 
 from __future__ import annotations
@@ -11,136 +10,49 @@ import math
 import time
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
-from asyncrl.core.packing import plan
 from asyncrl.core.types import Record
-from asyncrl.train.attention import Layout
-from asyncrl.train.loss import SUMS, ppo, token_weights
+from asyncrl.train import statistics
+from asyncrl.train.loss import LOSSES, LossFunction, Tokens, interpolated, policy_loss
 from asyncrl.train.model import Policy
-from asyncrl.wire import TrainReq, TrainSequence
+from asyncrl.train.work import Packed, StepRefused, Work, pack
 
 
-class StepRefused(Exception):
-    """The step was not done and the weights are as before. One line that names the reason."""
+class NotFinite(StepRefused):
+    """The first update of a step has a loss or gradient that is not finite."""
 
 
-class Share(Record, frozen=True, kw_only=True):
-    """One sequence as a rank trains it; ``weight`` is that of each of its trained tokens in the batch's mean."""
-
-    sequence: TrainSequence
-    weight: float
+class StepBroken(Exception):
+    """A later update of a step has a loss or gradient that is not finite: the weights are no version, and the job has
+    to end. One line."""
 
 
-class Work(Record, frozen=True, kw_only=True):
-    """One rank's part of a step: packed micro-batches, as many as on every other rank."""
+class Prepared(Record, frozen=True, kw_only=True):
+    """A micro-batch with what the frozen policies say of its tokens. ``proximal`` is None where it is not needed, or is
+    π_θ itself."""
 
-    micro_batches: list[list[Share]]
-
-
-def plan_work(
-    request: TrainReq, *, ranks: int, vocabulary: int, hidden: int, trainer: TrainerConfig, algorithm: AlgorithmConfig
-) -> list[Work]:
-    """Deal a batch out to the ranks. Raises ``StepRefused`` for a sequence that cannot be trained.
-
-    Sequences whose advantage is 0 (a group of equal rewards) keep their place in the mean but have no gradient, and are
-    left out: late in a run that is most of a batch.
-    """
-    masks = [_check(number, sequence, vocabulary) for number, sequence in enumerate(request.sequences)]
-    generated = [int(mask.sum()) for mask in masks]
-    if not any(generated):
-        raise StepRefused(f"step {request.step}: the batch has no generated token; check the environment's loss masks")
-    weights = token_weights(generated, algorithm.aggregation)
-    kept = [i for i, s in enumerate(request.sequences) if generated[i] and s.advantage != 0.0]
-    # The last trained token is only ever a target, and nothing after it matters.
-    lengths = [int(np.flatnonzero(masks[i])[-1]) for i in kept]
-    shares = [Share(sequence=request.sequences[i], weight=weights[i]) for i in kept]
-    dealt = plan(lengths, ranks, trainer.micro_batch_tokens, 1 / (12 * hidden))
-    return [Work(micro_batches=[[shares[i] for i in micro] for micro in rank]) for rank in dealt]
+    batch: Packed
+    proximal: Tensor | None
+    reference: Tensor | None
 
 
-def _check(number: int, sequence: TrainSequence, vocabulary: int) -> np.ndarray[tuple[int], np.dtype[np.int8]]:
-    tokens = np.frombuffer(sequence.tokens, "<i4")
-    mask = np.frombuffer(sequence.loss_mask, "i1")
-    logprobs = np.frombuffer(sequence.logprobs, "<f4")
-    if not len(tokens) == len(mask) == len(logprobs):
-        raise StepRefused(
-            f"sequence {number}: columns differ in length (tokens {len(tokens)}, loss_mask {len(mask)}, "
-            f"logprobs {len(logprobs)})"
-        )
-    if len(mask) and mask[0]:
-        raise StepRefused(f"sequence {number}: its first token is to be trained, but nothing precedes it")
-    if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocabulary):
-        raise StepRefused(f"sequence {number}: a token id lies outside the vocabulary of {vocabulary}")
-    if not np.isfinite(logprobs[mask != 0]).all():
-        raise StepRefused(f"sequence {number}: an engine's logprob is not finite")
-    if not math.isfinite(sequence.advantage):
-        raise StepRefused(f"sequence {number}: its advantage is not finite ({sequence.advantage})")
-    return mask
+class Seconds:
+    """Where a step's time went, on this rank."""
 
-
-class Packed(Record, frozen=True, kw_only=True):
-    """One micro-batch as tensors: a row of tokens and, for each trained token, where and what it is."""
-
-    tokens: Tensor
-    layout: Layout
-    positions: Tensor
-    targets: Tensor
-    behaviour: Tensor
-    advantages: Tensor
-    weights: Tensor
-
-
-def pack(shares: Sequence[Share], device: torch.device) -> Packed:
-    """Sequences end to end, without padding. No sequences make a dummy of weight 0: every rank must take part."""
-    if not shares:
-        shares = [
-            Share(
-                sequence=TrainSequence(
-                    tokens=bytes(8), loss_mask=b"\x00\x01", logprobs=bytes(8), versions=bytes(8), advantage=0.0
-                ),
-                weight=0.0,
-            )
-        ]
-    tokens, lengths, positions, targets, behaviour, repeats = [], [], [], [], [], []
-    start = 0
-    for share in shares:
-        ids = np.frombuffer(share.sequence.tokens, "<i4")
-        trained = np.flatnonzero(np.frombuffer(share.sequence.loss_mask, "i1"))
-        length = int(trained[-1])
-        tokens.append(ids[:length])
-        lengths.append(length)
-        positions.append(trained - 1 + start)
-        targets.append(ids[trained])
-        behaviour.append(np.frombuffer(share.sequence.logprobs, "<f4")[trained])
-        repeats.append(len(trained))
-        start += length
-
-    def column(parts: Sequence[object], dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(device, dtype)  # type: ignore[arg-type]
-
-    def spread(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(repeats)).to(device)
-
-    return Packed(
-        tokens=column(tokens, torch.long),
-        layout=Layout(lengths, device),
-        positions=column(positions, torch.long),
-        targets=column(targets, torch.long),
-        behaviour=column(behaviour, torch.float32),
-        advantages=spread([s.sequence.advantage for s in shares]),
-        weights=spread([s.weight for s in shares]),
-    )
+    def __init__(self) -> None:
+        self.prepare = self.forward = self.backward = self.optimizer = 0.0
 
 
 class Learner:
-    """One rank's policy and optimiser. ``control`` is a gloo group of all ranks, for statistics."""
+    """One rank's policy and optimiser. ``control`` is a gloo group of all ranks, for statistics. ``loss`` is the
+    recipe's, or a user's own; ``reference`` the frozen model that a KL term needs."""
 
     def __init__(
         self,
@@ -149,6 +61,9 @@ class Learner:
         algorithm: AlgorithmConfig,
         device: torch.device,
         control: dist.ProcessGroup,
+        *,
+        loss: LossFunction | None = None,
+        reference: Policy | None = None,
     ) -> None:
         self.policy = policy
         self.version = 0
@@ -156,6 +71,9 @@ class Learner:
         self._algorithm = algorithm
         self._device = device
         self._control = control
+        self._loss = loss or LOSSES[algorithm.loss]
+        self._reference = reference
+        policy.entropy_gradient = algorithm.entropy_coef > 0
         parameters = [p for p in policy.parameters() if p.requires_grad]
         # Norms and biases are not decayed: pulling a scale to zero is no regularisation.
         self._optimizer = torch.optim.AdamW(
@@ -174,79 +92,129 @@ class Learner:
         return self._trainer.learning_rate * warm
 
     def step(self, work: Work) -> dict[str, float]:
-        """Train one batch: version + 1. A collective; every rank returns the same metrics.
+        """Train one batch: version + 1. A collective; every rank returns the same metrics, but for its seconds.
 
-        Raises ``StepRefused`` (on every rank) when the loss or the gradient is not finite; nothing has changed then.
+        ``loss`` and ``grad_norm`` are means over the updates. Raises ``NotFinite`` (on every rank) when the first
+        update's loss or gradient is not finite, and nothing has changed; ``StepBroken`` when a later one's is not.
         """
         started = time.perf_counter()
-        sums, largest, forward, backward = self._accumulate(work)
-        gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
-        norm = get_total_norm(gradients)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if not (math.isfinite(sums["loss"]) and math.isfinite(float(norm))):
-            self._optimizer.zero_grad()
-            name = "gradient" if math.isfinite(sums["loss"]) else "loss"
-            raise StepRefused(
-                f"step {self.version}: the {name} is not finite (loss {sums['loss']:.6g}, gradient norm "
-                f"{float(norm):.6g}); the weights are unchanged: lower trainer.learning_rate or look at the batch"
-            )
-        updating = time.perf_counter()
+        seconds = Seconds()
+        count = len(work.updates) * self._algorithm.epochs
+        updates = self._prepare(work, several=count > 1)
+        seconds.prepare = time.perf_counter() - started
         rate = self.learning_rate
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        clip_grads_with_norm_(list(self.policy.parameters()), self._trainer.grad_clip, norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        sums, maxima = statistics.empty()
+        losses: list[float] = []
+        norms: list[float] = []
+        for _ in range(self._algorithm.epochs):
+            for update in updates:
+                loss, norm, part, largest = self._accumulate(update, seconds)
+                self._demand_finite(loss, norm, len(losses), count)
+                began = time.perf_counter()
+                clip_grads_with_norm_(list(self.policy.parameters()), self._trainer.grad_clip, norm)
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+                seconds.optimizer += time.perf_counter() - began
+                sums, maxima = sums + part, torch.maximum(maxima, largest)
+                losses.append(loss)
+                norms.append(float(norm))
         self.version += 1
-        ended = time.perf_counter()
-        tokens = max(1.0, sums["tokens"])
-        return {
-            "loss": sums["loss"],
-            "grad_norm": float(norm),
+        return statistics.summarise(sums, maxima) | {
+            "loss": math.fsum(losses) / count,
+            "grad_norm": math.fsum(norms) / count,
             "lr": rate,
-            "entropy": sums["entropy"] / tokens,
-            "ratio_mean": sums["ratio"] / tokens,
-            "ratio_max": largest,
-            "clip_fraction": sums["clipped"] / tokens,
-            "capped_fraction": sums["capped"] / tokens,
-            "kl": sums["kl"] / tokens,
-            "engine_gap": sums["gap"] / tokens,
-            "trained_tokens": sums["tokens"],
-            "micro_batches": float(len(work.micro_batches)),
-            "forward_seconds": forward,
-            "backward_seconds": backward,
-            "optimizer_seconds": ended - updating,
-            "seconds": ended - started,
+            "updates": float(count),
+            "micro_batches": float(sum(map(len, work.updates))),
+            "prepare_seconds": seconds.prepare,
+            "forward_seconds": seconds.forward,
+            "backward_seconds": seconds.backward,
+            "optimizer_seconds": seconds.optimizer,
+            "seconds": time.perf_counter() - started,
         }
 
-    def _accumulate(self, work: Work) -> tuple[dict[str, float], float, float, float]:
-        """Gradients of the whole batch into ``.grad``; statistics summed over ranks; this rank's seconds."""
-        sums = torch.zeros(len(SUMS), dtype=torch.float64)
-        largest = 0.0
-        forward = backward = 0.0
+    def _prepare(self, work: Work, several: bool) -> list[list[Prepared]]:
+        """Pack, and ask the frozen policies: the reference, and the policy as it is before the first of ``several``
+        updates. In the first update π_prox is π_θ itself, which the training pass computes anyway."""
+        algorithm = self._algorithm
+        proximal = several and algorithm.proximal == "recompute" and algorithm.uses_proximal
+        updates = []
+        for update in work.updates:
+            batches = [pack(shares, work.step, self._device) for shares in update]
+            updates.append(
+                [
+                    Prepared(
+                        batch=batch,
+                        proximal=_logprobs(self.policy, batch) if proximal else None,
+                        reference=None if self._reference is None else _logprobs(self._reference, batch),
+                    )
+                    for batch in batches
+                ]
+            )
+        if isinstance(self._reference, FSDPModule):
+            # FSDP keeps the root's parameters whole for a backward that will not come.
+            self._reference.reshard()
+        return updates
+
+    def _accumulate(self, update: Sequence[Prepared], seconds: Seconds) -> tuple[float, Tensor, Tensor, Tensor]:
+        """Gradients of a whole mini-batch into ``.grad``; its loss, the gradient's norm, and its statistics."""
+        sums, maxima = statistics.empty()
+        loss_sum = torch.zeros(1, dtype=torch.float64)
         # FSDP averages gradients over the ranks; the batch's loss is their sum.
         ranks = dist.get_world_size()
-        for shares in work.micro_batches:
+        for prepared in update:
             began = time.perf_counter()
-            batch = pack(shares, self._device)
+            batch = prepared.batch
             logprobs, entropy = self.policy(batch.tokens, batch.layout, batch.positions, batch.targets)
-            loss, part, ratio = ppo(
-                logprobs,
-                batch.behaviour,
-                batch.advantages,
-                batch.weights,
-                clip_low=self._algorithm.clip_low,
-                clip_high=self._algorithm.clip_high,
-                cap=self._algorithm.importance_cap,
+            tokens = Tokens(
+                logprobs=logprobs,
+                behaviour=batch.behaviour,
+                proximal=self._proximal(prepared, logprobs),
+                entropy=entropy,
+                advantages=batch.advantages,
+                weights=batch.weights,
+                staleness=batch.staleness,
+                lengths=batch.lengths,
+                reference=prepared.reference,
             )
-            if shares:
-                sums += torch.cat([part, entropy.sum()[None]]).double().cpu()
-                largest = max(largest, ratio)
+            loss, per_token, rejected = policy_loss(tokens, self._loss, self._algorithm)
+            if batch.real:
+                part, largest = statistics.measure(tokens, per_token, rejected, self._algorithm.importance_cap)
+                sums, maxima = sums + part, torch.maximum(maxima, largest)
+                loss_sum += loss.detach().double().cpu()
             turned = time.perf_counter()
             (loss * ranks).backward()
-            forward += turned - began
-            backward += time.perf_counter() - turned
-        extreme = torch.tensor([largest], dtype=torch.float64)
-        dist.all_reduce(sums, group=self._control)
-        dist.all_reduce(extreme, op=dist.ReduceOp.MAX, group=self._control)
-        return dict(zip(SUMS, sums.tolist(), strict=True)), float(extreme), forward, backward
+            seconds.forward += turned - began
+            seconds.backward += time.perf_counter() - turned
+        added = torch.cat([loss_sum, sums])
+        dist.all_reduce(added, group=self._control)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self._control)
+        norm = get_total_norm([p.grad for p in self.policy.parameters() if p.grad is not None])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return float(added[0]), norm, added[1:], maxima
+
+    def _proximal(self, prepared: Prepared, logprobs: Tensor) -> Tensor:
+        if prepared.proximal is not None:
+            return prepared.proximal
+        if self._algorithm.proximal == "interpolate":
+            return interpolated(logprobs, prepared.batch.behaviour, prepared.batch.staleness)
+        return logprobs.detach()
+
+    def _demand_finite(self, loss: float, norm: Tensor, done: int, count: int) -> None:
+        if math.isfinite(loss) and math.isfinite(float(norm)):
+            return
+        self._optimizer.zero_grad()
+        name = "gradient" if math.isfinite(loss) else "loss"
+        where = f"step {self.version}" + (f", update {done + 1} of {count}" if count > 1 else "")
+        what = f"{where}: the {name} is not finite (loss {loss:.6g}, gradient norm {float(norm):.6g})"
+        remedy = "lower trainer.learning_rate or look at the batch"
+        if done:
+            raise StepBroken(f"{what} after {done} updates of the step were made: {remedy}, and resume")
+        raise NotFinite(f"{what}; the weights are unchanged: {remedy}")
+
+
+@torch.no_grad()
+def _logprobs(policy: Policy, batch: Packed) -> Tensor:
+    logprobs: Tensor = policy(batch.tokens, batch.layout, batch.positions, batch.targets)[0]
+    return logprobs

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.config import Recipe, loads_json
+from asyncrl.config import Recipe, RecipeError, loads_json
 from asyncrl.train.lifetime import die_with_parent
 
 
@@ -37,7 +37,7 @@ def main() -> None:
     args = parser.parse_args()
     die_with_parent()
     try:
-        run(loads_json(args.recipe.read_bytes()), args.model, args.port)
+        run(loads_json(args.recipe.read_bytes()), args.model, args.port, args.recipe.parent)
     except BaseException as error:
         # The controller shows the last such line of the log, so it is written in any case.
         print(f"trainer rank {os.environ.get('RANK', '?')}: {_explain(error)}", file=sys.stderr, flush=True)
@@ -47,8 +47,8 @@ def main() -> None:
     os._exit(0)
 
 
-def run(recipe: Recipe, folder: str, port: int) -> None:
-    """One rank's life, from start to /shutdown."""
+def run(recipe: Recipe, folder: str, port: int, run_dir: Path) -> None:
+    """One rank's life, from start to /shutdown. What went wrong in a step is kept in ``run_dir``."""
     listener = _listen(port) if os.environ["RANK"] == "0" else None
 
     import torch
@@ -72,12 +72,12 @@ def run(recipe: Recipe, folder: str, port: int) -> None:
     dist.init_process_group(backend, timeout=timedelta(seconds=recipe.trainer.step_timeout_s))
     try:
         rank = Rank(recipe, folder, device)
-    except ModelError as error:
+    except (ModelError, RecipeError) as error:
         raise StartError(str(error)) from error
     if listener is None:
         rank.follow()
     else:
-        leader = Leader(rank)
+        leader = Leader(rank, run_dir)
         server = Server(listener, leader)
         for job in server.jobs():
             job()

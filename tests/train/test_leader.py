@@ -48,8 +48,8 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlayedRank:
 
 
 @pytest.fixture
-def leader(rank: PlayedRank) -> Leader:
-    return Leader(rank)  # type: ignore[arg-type]
+def leader(rank: PlayedRank, tmp_path: Path) -> Leader:
+    return Leader(rank, tmp_path)  # type: ignore[arg-type]
 
 
 def test_a_full_disk_is_refused_only_after_the_gathering_has_run_to_its_end(

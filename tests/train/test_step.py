@@ -17,7 +17,8 @@ from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.core.types import Batch
 from asyncrl.train import model
 from asyncrl.train.client import train_request
-from asyncrl.train.step import Learner, StepRefused, plan_work
+from asyncrl.train.step import Learner
+from asyncrl.train.work import StepRefused, plan_work
 from asyncrl.wire import TrainReq
 
 from .batches import VOCABULARY, make_advantages, make_batch
@@ -151,7 +152,7 @@ def test_sequences_without_advantage_keep_their_place_in_the_mean(
     total = sum(t.generated for t in batch.trajectories)
     request = train_request(batch, advantages)
     (work,) = plan_work(request, ranks=1, vocabulary=64, hidden=32, trainer=TRAINER, algorithm=ALGORITHM)
-    shares = [share for micro in work.micro_batches for share in micro]
+    shares = [share for update in work.updates for micro in update for share in micro]
     assert len(shares) == sum(1 for a in advantages if a)
     assert {share.weight for share in shares} == {1 / total}
     metrics = learner(model_folder, lone_rank).step(work)
@@ -195,6 +196,10 @@ def test_the_learning_rate_warms_up_linearly_and_then_stays(model_folder: Path, 
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
 
 
+TWO = {"tokens": bytes(8), "loss_mask": b"\x00\x01", "logprobs": bytes(8), "versions": bytes(8)}
+"""The columns of a sequence of two tokens."""
+
+
 def broken(**changes: Any) -> TrainReq:
     request = train_request(make_batch(0, seed=1), [1.0] * 16)
     first = msgspec.structs.replace(request.sequences[2], **changes)
@@ -206,16 +211,22 @@ def broken(**changes: Any) -> TrainReq:
     [
         ({"tokens": b"\x01\x00\x00\x00"}, "sequence 2: columns differ in length"),
         ({"advantage": float("nan")}, "sequence 2: its advantage is not finite"),
+        (TWO | {"versions": bytes(4)}, "sequence 2: columns differ in length"),
+        (TWO | {"advantages": bytes(4)}, "sequence 2: columns differ in length"),
         (
-            {"tokens": b"\x40\x00\x00\x00" * 2, "loss_mask": b"\x00\x01", "logprobs": bytes(8)},
+            TWO | {"advantages": np.float32([0, np.inf]).tobytes()},
+            r"sequence 2: its advantage is not finite \(inf\)",
+        ),
+        (
+            TWO | {"tokens": b"\x40\x00\x00\x00" * 2},
             "sequence 2: a token id lies outside the vocabulary of 64",
         ),
         (
-            {"tokens": bytes(8), "loss_mask": b"\x01\x01", "logprobs": bytes(8)},
+            TWO | {"loss_mask": b"\x01\x01"},
             "sequence 2: its first token is to be trained",
         ),
         (
-            {"tokens": bytes(8), "loss_mask": b"\x00\x01", "logprobs": np.float32([0, -np.inf]).tobytes()},
+            TWO | {"logprobs": np.float32([0, -np.inf]).tobytes()},
             "sequence 2: an engine's logprob is not finite",
         ),
     ],

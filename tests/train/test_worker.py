@@ -27,7 +27,8 @@ from asyncrl.ports import TrainerError
 from asyncrl.processes import free_port
 from asyncrl.train import model
 from asyncrl.train.client import HttpTrainer, train_request
-from asyncrl.train.step import Learner, plan_work
+from asyncrl.train.step import Learner
+from asyncrl.train.work import plan_work
 from asyncrl.wire import TrainReq
 
 from .batches import VOCABULARY, make_advantages, make_batch

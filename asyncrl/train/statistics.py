@@ -1,0 +1,93 @@
+"""What people look at in a train step: sums over tokens, which add up over micro-batches, updates and ranks.
+
+``measure`` looks at one micro-batch, without gradient; ``summarise`` makes the step's metrics of the totals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.train.loss import KLS, PerToken, Tokens
+
+SUMS = ("tokens", "ratio", "low", "high", "capped", "rejected", "kl", "gap", "entropy", "reference_kl")
+MAXIMA = ("ratio", "gap")
+STALENESS_BINS = 9
+"""Ratios and gaps are told apart for tokens of staleness 0, 1, …, 7, and 8 or more."""
+
+_BY_STALENESS = ("tokens", "kl", "gap")
+_LARGEST = 80.0
+
+
+def empty() -> tuple[Tensor, Tensor]:
+    """Totals of nothing: (sums ``[len(SUMS) + 3 · STALENESS_BINS]``, maxima ``[len(MAXIMA)]``), float64."""
+    count = len(SUMS) + len(_BY_STALENESS) * STALENESS_BINS
+    return torch.zeros(count, dtype=torch.float64), torch.zeros(len(MAXIMA), dtype=torch.float64)
+
+
+@torch.no_grad()
+def measure(tokens: Tokens, per_token: PerToken, rejected: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    """(sums, maxima) of a micro-batch, of the shapes of ``empty``, in float64 on the CPU.
+
+    ``kl`` is E_μ[(r − 1) − log r] = KL(μ ‖ π_θ) with r = π_θ/μ, every term of it ≥ 0; ``gap`` is |log r|, at staleness
+    0 the disagreement of engine and trainer about the same weights.
+    """
+    log_ratio = (tokens.logprobs - tokens.behaviour).double()
+    ratio = log_ratio.clamp(max=_LARGEST).exp()
+    one = torch.ones_like(ratio)
+    kl, gap = ratio - 1 - log_ratio, log_ratio.abs()
+    reference = torch.zeros_like(ratio)
+    if tokens.reference is not None:
+        reference = KLS["k3"]((tokens.logprobs - tokens.reference).double())
+    columns = (one, ratio, per_token.low, per_token.high, ratio > cap, rejected, kl, gap, tokens.entropy, reference)
+    totals = torch.stack([column.double() for column in columns]).sum(-1)
+    bins = torch.arange(STALENESS_BINS, device=ratio.device)
+    member = (tokens.staleness.clamp(0, STALENESS_BINS - 1) == bins[:, None]).double()
+    by_staleness = torch.stack([one, kl, gap]) @ member.T
+    largest = torch.stack([ratio.amax(), gap.amax()])
+    return torch.cat([totals, by_staleness.flatten()]).cpu(), largest.cpu()
+
+
+def summarise(sums: Tensor, maxima: Tensor) -> dict[str, float]:
+    """A step's metrics: means over trained tokens. ``…_staleness_N`` only where there were such tokens."""
+    total = dict(zip(SUMS, sums.tolist(), strict=False))
+    tokens = max(1.0, total["tokens"])
+    metrics = {
+        "trained_tokens": total["tokens"],
+        "entropy": total["entropy"] / tokens,
+        "ratio_mean": total["ratio"] / tokens,
+        "ratio_max": float(maxima[0]),
+        "clip_fraction": (total["low"] + total["high"]) / tokens,
+        "clip_low_fraction": total["low"] / tokens,
+        "clip_high_fraction": total["high"] / tokens,
+        "capped_fraction": total["capped"] / tokens,
+        "rejected_fraction": total["rejected"] / tokens,
+        "kl": total["kl"] / tokens,
+        "reference_kl": total["reference_kl"] / tokens,
+        "engine_gap": total["gap"] / tokens,
+        "engine_gap_max": float(maxima[1]),
+    }
+    counts, kls, gaps = sums[len(SUMS) :].view(len(_BY_STALENESS), STALENESS_BINS).tolist()
+    for age, count in enumerate(counts):
+        if count:
+            metrics[f"tokens_staleness_{age}"] = count
+            metrics[f"kl_staleness_{age}"] = kls[age] / count
+            metrics[f"engine_gap_staleness_{age}"] = gaps[age] / count
+    return metrics
+
+
+def advantage_moments(columns: Sequence[np.ndarray[tuple[int], np.dtype[np.float32]]]) -> dict[str, float]:
+    """Mean, standard deviation and extremes of the advantages of a batch's tokens, zeros included."""
+    values = np.concatenate([np.zeros(0, np.float32), *columns]).astype(np.float64)
+    if not len(values):
+        return {}
+    return {
+        "advantage_mean": float(values.mean()),
+        "advantage_std": float(values.std()),
+        "advantage_min": float(values.min()),
+        "advantage_max": float(values.max()),
+        "advantage_zero_fraction": float((values == 0).mean()),
+    }

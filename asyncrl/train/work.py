@@ -1,0 +1,162 @@
+"""From a batch to each rank's tensors: which sequences it trains in which update, and their packed columns.
+
+``plan_work`` (rank 0, no collectives) checks a batch and deals it out; ``pack`` (every rank) makes a micro-batch of
+tensors. Every token carries its weight in the mean over its whole mini-batch, so that packing, the size of
+micro-batches and the number of ranks change only the order of additions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncrl.config import AlgorithmConfig, TrainerConfig
+from asyncrl.core.packing import plan
+from asyncrl.core.types import Record
+from asyncrl.train.attention import Layout
+from asyncrl.train.loss import token_weights
+from asyncrl.wire import TrainReq, TrainSequence
+
+
+class StepRefused(Exception):
+    """The step was not done and the weights are as before. One line that names the reason."""
+
+
+class Share(Record, frozen=True, kw_only=True):
+    """One sequence as a rank trains it; ``weight`` is that of each of its trained tokens in the mini-batch's mean."""
+
+    sequence: TrainSequence
+    weight: float
+
+
+class Work(Record, frozen=True, kw_only=True):
+    """One rank's part of a step: for each update (mini-batch) its packed micro-batches, as many as on every other
+    rank. ``step`` is the version being trained."""
+
+    step: int
+    updates: list[list[list[Share]]]
+
+
+def plan_work(
+    request: TrainReq, *, ranks: int, vocabulary: int, hidden: int, trainer: TrainerConfig, algorithm: AlgorithmConfig
+) -> list[Work]:
+    """Deal a batch out to the ranks. Raises ``StepRefused`` for a sequence that cannot be trained.
+
+    Mini-batches are stretches of the batch in its order, of equal numbers of sequences or one more; one without any
+    trained token is no update. Sequences whose advantages are all 0 (a group of equal rewards) keep their place in the
+    mean but have no gradient, unless the loss has a KL or entropy term, and are left out: late in a run that is most
+    of a batch.
+    """
+    columns = [_check(number, sequence, vocabulary) for number, sequence in enumerate(request.sequences)]
+    generated = [int(mask.sum()) for mask, _ in columns]
+    if not any(generated):
+        raise StepRefused(f"step {request.step}: the batch has no generated token; check the environment's loss masks")
+    regularised = algorithm.kl_coef > 0 or algorithm.entropy_coef > 0
+    updates: list[list[list[list[Share]]]] = []
+    cuts = [len(generated) * k // algorithm.mini_batches for k in range(algorithm.mini_batches + 1)]
+    for start, end in pairwise(cuts):
+        if not any(generated[start:end]):
+            continue
+        weights = token_weights(generated[start:end], algorithm.aggregation)
+        kept = [i for i in range(start, end) if generated[i] and (regularised or columns[i][1].any())]
+        # The last trained token is only ever a target, and nothing after it matters.
+        lengths = [int(np.flatnonzero(columns[i][0])[-1]) for i in kept]
+        shares = [Share(sequence=request.sequences[i], weight=weights[i - start]) for i in kept]
+        dealt = plan(lengths, ranks, trainer.micro_batch_tokens, 1 / (12 * hidden))
+        updates.append([[[shares[i] for i in micro] for micro in rank] for rank in dealt])
+    return [Work(step=request.step, updates=[update[rank] for update in updates]) for rank in range(ranks)]
+
+
+def token_advantages(sequence: TrainSequence) -> NDArray[np.float32]:
+    """The advantage of each trained token of a sequence."""
+    mask = np.frombuffer(sequence.loss_mask, "i1")
+    column: NDArray[np.float32] = np.frombuffer(sequence.advantages, "<f4")
+    return column[mask != 0] if len(column) else np.full(np.count_nonzero(mask), sequence.advantage, np.float32)
+
+
+def _check(number: int, sequence: TrainSequence, vocabulary: int) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """The sequence's mask, and the advantages of its trained tokens."""
+    tokens = np.frombuffer(sequence.tokens, "<i4")
+    mask = np.frombuffer(sequence.loss_mask, "i1")
+    logprobs = np.frombuffer(sequence.logprobs, "<f4")
+    versions = np.frombuffer(sequence.versions, "<i4")
+    advantages = np.frombuffer(sequence.advantages, "<f4")
+    if not len(tokens) == len(mask) == len(logprobs) == len(versions) or len(advantages) not in (0, len(tokens)):
+        raise StepRefused(
+            f"sequence {number}: columns differ in length (tokens {len(tokens)}, loss_mask {len(mask)}, "
+            f"logprobs {len(logprobs)}, versions {len(versions)}, advantages {len(advantages)})"
+        )
+    if len(mask) and mask[0]:
+        raise StepRefused(f"sequence {number}: its first token is to be trained, but nothing precedes it")
+    if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocabulary):
+        raise StepRefused(f"sequence {number}: a token id lies outside the vocabulary of {vocabulary}")
+    if not np.isfinite(logprobs[mask != 0]).all():
+        raise StepRefused(f"sequence {number}: an engine's logprob is not finite")
+    trained = token_advantages(sequence)
+    if not np.isfinite(trained).all():
+        raise StepRefused(f"sequence {number}: its advantage is not finite ({trained[~np.isfinite(trained)][0]})")
+    return mask, trained
+
+
+class Packed(Record, frozen=True, kw_only=True):
+    """One micro-batch as tensors: a row of tokens and, for each trained token, where it is and its columns, which are
+    those of ``loss.Tokens``. ``real`` is False for a dummy."""
+
+    tokens: Tensor
+    layout: Layout
+    positions: Tensor
+    targets: Tensor
+    behaviour: Tensor
+    advantages: Tensor
+    weights: Tensor
+    staleness: Tensor
+    lengths: Tensor
+    real: bool
+
+
+_DUMMY = Share(
+    sequence=TrainSequence(tokens=bytes(8), loss_mask=b"\x00\x01", logprobs=bytes(8), versions=bytes(8), advantage=0.0),
+    weight=0.0,
+)
+
+
+def pack(shares: Sequence[Share], step: int, device: torch.device) -> Packed:
+    """Sequences end to end, without padding. No sequences make a dummy of weight 0: every rank must take part."""
+    tokens, lengths, positions, targets, behaviour, advantages, weights, staleness, counts = ([] for _ in range(9))
+    start = 0
+    for share in shares or [_DUMMY]:
+        sequence = share.sequence
+        ids = np.frombuffer(sequence.tokens, "<i4")
+        trained = np.flatnonzero(np.frombuffer(sequence.loss_mask, "i1"))
+        length = int(trained[-1])
+        tokens.append(ids[:length])
+        lengths.append(length)
+        positions.append(trained - 1 + start)
+        targets.append(ids[trained])
+        behaviour.append(np.frombuffer(sequence.logprobs, "<f4")[trained])
+        advantages.append(token_advantages(sequence))
+        weights.append(np.full(len(trained), share.weight, np.float32))
+        staleness.append(step - np.frombuffer(sequence.versions, "<i4")[trained])
+        counts.append(len(trained))
+        start += length
+
+    def column(parts: Sequence[object], dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(device, dtype)  # type: ignore[arg-type]
+
+    return Packed(
+        tokens=column(tokens, torch.long),
+        layout=Layout(lengths, device),
+        positions=column(positions, torch.long),
+        targets=column(targets, torch.long),
+        behaviour=column(behaviour, torch.float32),
+        advantages=column(advantages, torch.float32),
+        weights=column(weights, torch.float32),
+        staleness=column(staleness, torch.long),
+        lengths=torch.tensor(counts, device=device),
+        real=bool(shares),
+    )
