@@ -184,7 +184,7 @@ class Normal(DistributionBase, frozen=True, kw_only=True, tag="normal"):
     """Gaussian, clipped: a negative draw becomes 0 (ROLL Flash §5.2.1 has latencies "(10, 10)" and does not say what
     it does with the negative sixth of them).
 
-    Clipping raises the expectation above ``mean``: to 10.83 for (10, 10), 10.08 for (10, 5); for (10, 1) not at all.
+    Clipping raises the expectation above ``mean``: to 10.83 for (10, 10), 10.04 for (10, 5); for (10, 1) not at all.
     """
 
     mean: float
@@ -260,7 +260,7 @@ class LogNormal(_Lognormal, frozen=True, kw_only=True, tag="lognormal"):
     cap: float | None = None
 
     def __post_init__(self) -> None:
-        require_positive("lognormal", mean=self.mean, **({} if self.cap is None else {"cap": self.cap}))
+        require_positive("lognormal", mean=self.mean, cap=self._parameters()[2])
         if not 0 <= self.tailness <= 500:
             raise ValueError(
                 f"lognormal: tailness = {self.tailness:g}; it must be in 0 … 500 (the paper's are 0 … 100)"

@@ -24,8 +24,8 @@ equality exactly when admission is exhausted at every switch. With C slots, a fi
 
   (where every version starts a batch). In natural periods this is ``straggler_load``. It is the L_gen/(α + 1) of ROLL
   Flash's Eq. 9, with a batch's expected maximum for L_gen. At a load above 1 every step waits, meanwhile admission is
-  exhausted, and the mean is α, *also where α is above natural*; in simulation the period is then load to 1.2·load
-  natural ones. At a load up to ½ nothing waits. In between rare stragglers make some steps wait, a trainer with little
+  exhausted, and the mean is α, *also where α is above natural*; the period simulated is load to 1.3·load natural ones
+  (for whole α). At a load up to ½ nothing waits. In between rare stragglers make some steps wait, a trainer with little
   slack (ρ near 1) does not catch up soon, and the mean is anywhere from natural to α: for load 0.84, ρ = 0.9, natural
   2.3, α = 4 we simulated 3.9; for load 0.72, ρ = 0.3, natural 1.7, α = 4 it was 1.75.
 """
