@@ -44,7 +44,7 @@ async def simulated(
         SimEngine(
             f"server {i}",
             rng=random.Random(rng.random()),
-            lengths=lengths or (lambda r: min(recipe.rollout.max_new_tokens, int(r.lognormvariate(4.0, 1.0)) + 1)),
+            lengths=lengths or (lambda r, ids: min(recipe.rollout.max_new_tokens, int(r.lognormvariate(4.0, 1.0)) + 1)),
             max_running=recipe.engine.max_running_requests,
             max_tokens=recipe.engine.max_total_tokens,
             context_length=context_length or recipe.engine.max_total_tokens,

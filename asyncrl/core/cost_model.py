@@ -1,8 +1,9 @@
 """How long a server takes: StaleFlow's cost model (StaleFlow §5.3, Eq. 2, appendix B, Eq. 11).
 
 One decode step of n running sequences that hold kv tokens takes  k1·kv + max(k2, k3·n) + k4  seconds and gives each
-sequence one token. Between two events n is constant and kv grows by n a step, so any number of steps has a closed form:
-a simulator pays for events, never for tokens.
+sequence one token. Prefill adds  k5  seconds a token, on its own or beside the decoding of a step (chunked prefill).
+Between two events n is constant and kv grows by n a step, so any number of steps has a closed form: a simulator pays
+for events, never for tokens.
 """
 
 from __future__ import annotations
@@ -13,32 +14,37 @@ from asyncrl.core.types import Record
 
 
 class CostModel(Record, frozen=True, kw_only=True):
-    """Coefficients in seconds (a token of KV, a step, a sequence, a step) and the prefill's seconds a token.
+    """Coefficients in seconds: ``k1`` a token of KV, ``k2`` a step that is bound by memory, ``k3`` a sequence, ``k4`` a
+    step, ``k5`` a prefilled token.
 
-    The defaults are StaleFlow's table 4 for Qwen3-30B-A3B; ``prefill`` is not given there and is our assumption.
+    The defaults are StaleFlow's table 4 for Qwen3-30B-A3B. ``k5`` is not given there and is our assumption (the paper's
+    own k5 is another thing: the KV bytes of a token, which is 1 here, as KV is counted in tokens).
     """
 
     k1: float = 7.28e-8
     k2: float = 1.72e-3
     k3: float = 1.25e-4
     k4: float = 1.07e-2
-    prefill: float = 2e-5
+    k5: float = 2e-5
 
-    def step(self, n: int, kv: int) -> float:
-        """Seconds of one decode step (Eq. 11)."""
-        return self.k1 * kv + max(self.k2, self.k3 * n) + self.k4
+    def step(self, n: int, kv: int, prefill: int = 0) -> float:
+        """Seconds of one step: ``n`` sequences decode (Eq. 11), and ``prefill`` tokens are prefilled beside them. With
+        ``n`` 0 nothing is decoded, and only the prefill takes time."""
+        decode = self.k1 * kv + max(self.k2, self.k3 * n) + self.k4 if n else 0.0
+        return decode + self.k5 * prefill
 
     def throughput(self, n: int, kv: int) -> float:
         """Tokens per second (Eq. 12); 0 for an idle server."""
         return n / self.step(n, kv) if n else 0.0
 
-    def time_of(self, steps: int, n: int, kv: int) -> float:
-        """Seconds of ``steps`` steps in a row, starting from ``kv`` tokens."""
-        return steps * self.step(n, kv) + self.k1 * n * steps * (steps - 1) / 2
+    def time_of(self, steps: int, n: int, kv: int, prefill: int = 0) -> float:
+        """Seconds of ``steps`` steps in a row, starting from ``kv`` tokens, each with ``prefill`` tokens beside it."""
+        return steps * self.step(n, kv, prefill) + self.k1 * n * steps * (steps - 1) / 2
 
-    def steps_in(self, seconds: float, n: int, kv: int) -> int:
-        """Whole steps that fit into ``seconds``: the inverse of ``time_of``, up to rounding of the last step."""
+    def steps_in(self, seconds: float, n: int, kv: int, prefill: int = 0) -> int:
+        """Whole steps that fit into ``seconds``: the inverse of ``time_of``, up to rounding of the last step. A step
+        must take time."""
         seconds += 1e-9 * (1.0 + abs(seconds))
-        a, b = self.k1 * n / 2, self.step(n, kv) - self.k1 * n / 2
+        a, b = self.k1 * n / 2, self.step(n, kv, prefill) - self.k1 * n / 2
         steps = seconds / b if a == 0 else 2 * seconds / (b + math.sqrt(b * b + 4 * a * seconds))
         return int(steps)

@@ -86,8 +86,8 @@ class SimulatedRig(Rig):
         self.current = SimEngine(
             "simulated",
             rng=random.Random(0),
-            lengths=lambda rng: CONTEXT,
-            cost=CostModel(k1=0.0, k2=0.0, k3=0.0, k4=0.002, prefill=0.0),
+            lengths=lambda rng, ids: CONTEXT,
+            cost=CostModel(k1=0.0, k2=0.0, k3=0.0, k4=0.002, k5=0.0),
             max_running=MAX_RUNNING,
             max_tokens=MAX_TOKENS,
             context_length=CONTEXT,

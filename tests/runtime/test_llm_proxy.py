@@ -33,7 +33,7 @@ def test_a_free_server_takes_the_next_request_at_once() -> None:
     """Queue scheduling: with one slot each, two servers finish five equal requests in three rounds."""
 
     async def main() -> float:
-        proxy = await proxy_over(*(sim_engine(f"server {i}", max_running=1) for i in range(2)))
+        proxy = await proxy_over(*(sim_engine(f"server {i}", max_running=1, prefix_cache=False) for i in range(2)))
         async with asyncio.TaskGroup() as group:
             for _ in range(5):
                 group.create_task(proxy.generate(prompt()))
@@ -181,7 +181,7 @@ def test_no_server_for_too_long_ends_the_run_with_the_last_error() -> None:
 def test_n_replies_of_one_request_survive_an_interruption() -> None:
     async def main() -> list[Completion]:
         lengths = iter([30, 60, 90])
-        engine = SimEngine("server 0", rng=random.Random(0), lengths=lambda rng: next(lengths))
+        engine = SimEngine("server 0", rng=random.Random(0), lengths=lambda rng, ids: next(lengths))
         proxy = await proxy_over(engine)
         async with asyncio.TaskGroup() as group:
             task = group.create_task(proxy.generate(prompt(), n=3))

@@ -139,7 +139,7 @@ async def proxy_over(*engines: SimEngine, **kwargs: Any) -> LLMProxy:
 
 
 def sim_engine(name: str = "server 0", *, length: int = 20, seed: int = 0, **kwargs: Any) -> SimEngine:
-    return SimEngine(name, rng=random.Random(seed), lengths=lambda rng: length, load_s=0.1, **kwargs)
+    return SimEngine(name, rng=random.Random(seed), lengths=lambda rng, ids: length, load_s=0.1, **kwargs)
 
 
 class CancellingLoop(VirtualLoop):

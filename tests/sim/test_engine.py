@@ -1,24 +1,28 @@
-"""The simulated server: progress by the cost model, KV budget, interruption and death."""
+"""The simulated server behind the Engine port: its streams' times against a step-by-step reference."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from array import array
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.core.cost_model import CostModel
-from asyncrl.ports import Chunk, EngineError, EngineRejected, GenerateRequest
-from asyncrl.sim.engine import GENERATED, SimEngine
+from asyncrl.ports import Chunk, GenerateRequest
+from asyncrl.sim.engine import SimEngine
 from asyncrl.sim.loop import run
 
-COST = CostModel(k1=1e-5, k2=0.01, k3=0.001, k4=0.005, prefill=1e-4)
+from .reference import Job, Reference, Tokens
+
+COST = CostModel(k1=1.2345e-5, k2=0.0101234, k3=0.00107891, k4=0.0053217, k5=1.1317e-4)
+"""Odd figures, so that no event falls on a step's end by chance."""
 
 
 def engine(length: int = 50, **kwargs: object) -> SimEngine:
-    return SimEngine("s", rng=random.Random(0), lengths=lambda rng: length, cost=COST, **kwargs)  # type: ignore[arg-type]
+    return SimEngine("s", rng=random.Random(0), lengths=lambda rng, ids: length, cost=COST, **kwargs)  # type: ignore[arg-type]
 
 
 def request(rid: str = "a", prompt: int = 10, limit: int = 1000, n: int = 1) -> GenerateRequest:
@@ -33,158 +37,144 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def stepwise(prompts: list[int], lengths: list[int]) -> float:
-    """Seconds until all are done when they start together, one decode step at a time."""
-    seconds = COST.prefill * sum(prompts)
-    made = [0] * len(prompts)
-    while alive := [i for i, m in enumerate(made) if m < lengths[i]]:
-        seconds += COST.step(len(alive), sum(prompts[i] + made[i] for i in alive))
-        for i in alive:
-            made[i] += 1
-    return seconds
+# --- against the reference
+
+OBSERVATION = (7, 8, 9)
+LENGTHS = tuple(range(3, 40, 6))
+"""What a request's first token says about its response's length."""
 
 
-@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 80)), min_size=1, max_size=6), st.sampled_from([0, 1, 7]))
-@settings(deadline=None, max_examples=40)
-def test_completion_time_is_the_sum_of_the_steps(work: list[tuple[int, int]], interval: int) -> None:
-    async def main() -> float:
-        lengths = iter([length for _, length in work])
-        server = SimEngine(
-            "s", rng=random.Random(0), lengths=lambda rng: next(lengths), cost=COST, stream_interval=interval
-        )
-        async with asyncio.TaskGroup() as group:
-            for i, (prompt, _) in enumerate(work):
-                group.create_task(collect(server, request(str(i), prompt)))
-        assert server.steps == max(length for _, length in work)
-        return now()
+class Work:
+    """A random script: batches of requests that arrive together, aborts, pauses with or without a load, slowness."""
 
-    assert run(main()) == pytest.approx(stepwise([p for p, _ in work], [n for _, n in work]), rel=1e-6)
+    def __init__(self, seed: int) -> None:
+        rng = random.Random(seed)
+        self.options = {
+            "max_running": rng.choice([1, 2, 3, 8]),
+            "max_tokens": rng.choice([110, 110, 150, 250, 100_000]),
+            "stream_interval": rng.choice([0, 0, 1, 5]),
+            "chunked_prefill": rng.choice([0, 0, 1, 4, 16, 64]),
+            "prefix_cache": rng.random() < 0.7,
+        }
+        self.script: list[tuple[float, str, list[tuple[Tokens, int, int]]]] = []
+        """(time, what, the requests that arrive: tokens, limit, turns)."""
+        time, paused = 0.0, False
+        for _ in range(rng.randint(1, 12)):
+            kind = rng.choice(["arrive"] * 5 + ["abort", "abort", "pause", "load", "slow"])
+            if paused and kind in ("pause", "load"):
+                kind = "resume"
+            paused = {"pause": True, "load": True, "resume": False}.get(kind, paused)
+            batch = []
+            if kind == "arrive":
+                for _ in range(rng.choice([1, 1, 2, 4])):
+                    head = (rng.randrange(len(LENGTHS)),) + (1,) * rng.randint(0, 9)
+                    batch.append((head + (2,) * rng.randint(0, 20), rng.choice([5, 17, 40]), rng.randint(1, 2)))
+            self.script.append((time, kind, batch))
+            time += rng.choice([0.0003, 0.0117, 0.05, 0.31]) * rng.uniform(0.9, 1.1)
+        if paused:
+            self.script.append((time + 1.7, "resume", []))
 
+    def followed(self, tokens: Tokens, output: Tokens) -> Tokens | None:
+        """The second turn's input, if it fits."""
+        longer = tokens + output + OBSERVATION
+        return longer if len(longer) + 40 <= 110 else None
 
-def test_ids_count_down_to_the_end_of_turn() -> None:
-    chunks = run(collect(engine(5), request()))
-    assert [i for c in chunks for i in c.output_ids] == [GENERATED + r for r in (4, 3, 2, 1, 0)]
-    assert [c.finish_reason for c in chunks] == ["stop"]
+    def simulated(self) -> tuple[list[list[tuple[float, int, str | None, int]]], SimEngine]:
+        replies: list[list[tuple[float, int, str | None, int]]] = []
 
+        async def one(server: SimEngine, tokens: Tokens | None, limit: int, turns: int) -> None:
+            while tokens is not None and turns:
+                chunks: list[tuple[float, int, str | None, int]] = []
+                rid, output = str(len(replies)), ()
+                replies.append(chunks)
+                wanted = GenerateRequest(rid=rid, input_ids=array("i", tokens), max_new_tokens=limit)
+                async for c in server.generate(wanted):
+                    chunks.append((now(), len(c.output_ids), c.finish_reason, c.cached_tokens))
+                    output += tuple(c.output_ids)
+                turns -= 1
+                tokens = self.followed(tokens, output) if chunks[-1][2] == "stop" else None
 
-@given(st.integers(1, 40), st.integers(0, 40))
-@settings(deadline=None, max_examples=30)
-def test_an_interrupted_response_goes_on_to_the_same_end(length: int, wait_steps: int) -> None:
-    async def main() -> None:
-        first, second = engine(length), engine(999)
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(collect(first, request()))
-            await asyncio.sleep(0.001 + wait_steps * 0.016)
-            await first.pause()
-        partial = [i for c in task.result() for i in c.output_ids]
-        if task.result()[-1].finish_reason == "abort" and partial:
-            rest = await collect(
-                second, GenerateRequest(rid="b", input_ids=[1] * 10 + partial, max_new_tokens=1000 - len(partial))
+        async def main() -> SimEngine:
+            server = SimEngine(
+                "s",
+                rng=random.Random(0),
+                lengths=lambda rng, ids: LENGTHS[ids[0]],
+                cost=COST,
+                load_s=0.0,
+                **self.options,
             )
-            partial += [i for c in rest for i in c.output_ids]
-            assert rest[-1].finish_reason == "stop"
-            assert partial == [GENERATED + r for r in range(length - 1, -1, -1)]
+            async with asyncio.TaskGroup() as group:
+                for time, kind, batch in self.script:
+                    await asyncio.sleep(time - now())
+                    for tokens, limit, turns in batch:
+                        group.create_task(one(server, tokens, limit, turns))
+                    if kind == "abort" and replies:
+                        await server.abort(str(len(replies) // 2))
+                    elif kind in ("pause", "load"):
+                        await server.pause()
+                        if kind == "load":
+                            await server.load_from_disk("", 1)
+                    elif kind == "resume":
+                        await server.resume()
+                    elif kind == "slow":
+                        server.slow(2.7)
+            return server
 
-    run(main())
+        server = run(main())
+        return replies, server
 
+    def expected(self) -> tuple[list[list[tuple[float, int, str | None, int]]], Reference]:
+        jobs: list[Job] = []
+        turns_of: dict[Job, tuple[int, int]] = {}
 
-def test_streams_in_steps_of_the_interval() -> None:
-    chunks = run(collect(engine(20, stream_interval=8), request()))
-    assert [len(c.output_ids) for c in chunks] == [8, 8, 4]
-    assert [c.finish_reason for c in chunks] == [None, None, "stop"]
+        def arrive(tokens: Tokens, limit: int, turns: int) -> None:
+            job = Job(tokens=tokens, remaining=LENGTHS[tokens[0]], budget=limit)
+            jobs.append(job)
+            turns_of[job] = (limit, turns)
+            reference.arrive(job)
 
+        def ended(job: Job) -> None:
+            limit, turns = turns_of[job]
+            longer = self.followed(job.tokens, job.whole[len(job.tokens) :])
+            if job.finish_reason == "stop" and turns > 1 and longer:
+                arrive(longer, limit, turns - 1)
 
-def test_length_limit_ends_a_response() -> None:
-    chunks = run(collect(engine(100), request(limit=30)))
-    assert sum(len(c.output_ids) for c in chunks) == 30
-    assert chunks[-1].finish_reason == "length"
+        reference = Reference(COST, on_end=ended, **self.options)  # type: ignore[arg-type]
 
+        def event(kind: str, batch: list[tuple[Tokens, int, int]]) -> None:
+            for tokens, limit, turns in batch:
+                arrive(tokens, limit, turns)
+            if kind == "abort" and jobs:
+                reference.abort(jobs[len(jobs) // 2])
+            elif kind in ("pause", "load"):
+                reference.pause()
+                if kind == "load":
+                    reference.load()
+            elif kind == "resume":
+                reference.resume()
+            elif kind == "slow":
+                reference.slow = 2.7
 
-def test_kv_budget_is_never_exceeded_and_everyone_finishes() -> None:
-    async def main() -> None:
-        server = engine(60, max_tokens=200, stream_interval=1)
-        done = 0
-
-        async def one(i: int) -> None:
-            nonlocal done
-            async for _ in server.generate(request(str(i), 20, 100)):
-                assert (await server.load()).used_tokens <= 200
-            done += 1
-
-        async with asyncio.TaskGroup() as group:
-            for i in range(8):
-                group.create_task(one(i))
-        assert done == 8
-
-    run(main())
-
-
-def test_max_running_is_kept() -> None:
-    async def main() -> int:
-        server, most = engine(10, max_running=3), 0
-        async with asyncio.TaskGroup() as group:
-            for i in range(10):
-                group.create_task(collect(server, request(str(i))))
-            for _ in range(50):
-                await asyncio.sleep(0.01)
-                most = max(most, (await server.load()).running)
-        return most
-
-    assert run(main()) == 3
-
-
-def test_a_paused_server_holds_new_requests_until_it_resumes() -> None:
-    async def main() -> None:
-        server = engine(10)
-        await server.pause()
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(collect(server, request()))
-            await asyncio.sleep(5)
-            assert not task.done()
-            await server.resume()
-        assert task.result()[-1].finish_reason == "stop"
-        assert now() == pytest.approx(5 + stepwise([10], [10]))
-
-    run(main())
+        for time, kind, batch in self.script:
+            reference.at(time, lambda kind=kind, batch=batch: event(kind, batch))  # type: ignore[misc]
+        reference.run()
+        return [job.chunks for job in jobs], reference
 
 
-def test_death_breaks_every_request_off_and_refuses_new_ones() -> None:
-    async def main() -> None:
-        server = engine(1000, stream_interval=10)
-        received: list[Chunk] = []
-
-        async def one() -> None:
-            with pytest.raises(EngineError, match="connection lost"):
-                async for chunk in server.generate(request()):
-                    received.append(chunk)
-
-        async with asyncio.TaskGroup() as group:
-            group.create_task(one())
-            await asyncio.sleep(1)
-            server.kill()
-        assert received and all(len(c.output_ids) == 10 for c in received)
-        assert not await server.health()
-        with pytest.raises(EngineError, match="refused"):
-            await collect(server, request("b"))
-        server.restart()
-        assert (await server.connect()).version == 0
-        assert (await collect(server, request("c", limit=5)))[-1].finish_reason == "length"
-
-    run(main())
-
-
-def test_requests_it_cannot_hold_are_rejected() -> None:
-    with pytest.raises(EngineRejected, match="exceed its context"):
-        run(collect(engine(context_length=50), request(prompt=30, limit=30)))
-
-
-def test_leaving_early_frees_the_slot() -> None:
-    async def main() -> None:
-        server = engine(1000, stream_interval=1, max_running=1)
-        stream = server.generate(request())
-        await anext(stream)
-        await stream.aclose()  # type: ignore[attr-defined]
-        assert (await server.load()).running == 0
-        assert (await collect(server, request("b", limit=3)))[-1].finish_reason == "length"
-
-    run(main())
+@given(st.integers(0, 10**9))
+@settings(deadline=None, max_examples=150)
+def test_every_chunk_comes_when_the_reference_says(seed: int) -> None:
+    work = Work(seed)
+    expected, reference = work.expected()
+    replies, engine = work.simulated()
+    assert [[c[1:] for c in chunks] for chunks in replies] == [[c[1:] for c in chunks] for chunks in expected]
+    assert [c[0] for chunks in replies for c in chunks] == pytest.approx([c[0] for chunks in expected for c in chunks])
+    server = engine.server
+    assert (server.steps, server.prefilled, server.preemptions) == (
+        reference.steps,
+        reference.prefilled,
+        reference.preemptions,
+    )
+    assert server.busy_s == pytest.approx(reference.busy_s)
+    assert server.cached_tokens == len(reference.held)
+    assert (server.running, len(server.waiting), server.used_tokens) == (0, 0, 0)
