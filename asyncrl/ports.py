@@ -40,6 +40,8 @@ class GenerateRequest(Record, frozen=True, kw_only=True):
     top_p: float = 1.0
     top_k: int = -1
     stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    """Go on to ``max_new_tokens``, whatever is sampled (for measurements)."""
     n: int = 1
 
 

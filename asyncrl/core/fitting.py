@@ -93,6 +93,11 @@ class Fit(Record, frozen=True, kw_only=True):
 # --- what to measure --------------------------------------------------------------------------------------------------
 
 
+def new_tokens(context_length: int, *, quick: bool = False) -> int:
+    """Tokens that each request of a decode load generates."""
+    return min(64 if quick else 128, context_length // 2)
+
+
 def plan_loads(
     *, max_running: int, max_kv: int, context_length: int, quick: bool = False
 ) -> tuple[list[Load], list[Load]]:
@@ -106,7 +111,7 @@ def plan_loads(
         raise FitError(
             f"a context of {context_length} tokens is too short to measure; give rollout.max_tokens at least {MIN_ROOM}"
         )
-    new = min(64 if quick else 128, context_length // 2)
+    new = new_tokens(context_length, quick=quick)
     short = max(1, min(16, context_length // 8))
     factor = 4 if quick else 2
     ns = [n for i in range(max_running.bit_length()) if (n := factor**i) < max_running] + [max_running]
@@ -196,7 +201,7 @@ def _check_points(steps: Sequence[StepPoint]) -> None:
 
 
 def _falls(load: Sequence[float], seconds: Sequence[float]) -> bool:
-    """Whether the largest load takes clearly less time than the smallest."""
+    """Whether the largest load takes clearly less time than the smallest, of ``seconds`` as regressed."""
     by_load = sorted(zip(load, seconds, strict=True))
     return by_load[-1][1] < (1.0 - FALL) * by_load[0][1]
 
@@ -239,7 +244,9 @@ def _fit_prefill(prefills: Sequence[PrefillPoint], cost: CostModel) -> tuple[flo
         raise FitError("prefill needs at least two numbers of prompt tokens; allow more time, or a longer context")
     rest = [p.seconds - _step(cost, p.n, p.kv) for p in prefills]
     weights = [1.0 / p.seconds for p in prefills]
-    if _falls([p.tokens for p in prefills], [p.seconds for p in prefills]):
+    line = _solve(*_weighted([(1.0, float(p.tokens)) for p in prefills], [p.seconds for p in prefills]))
+    assert line is not None, "two different numbers of tokens do not depend on each other"
+    if _falls([p.tokens for p in prefills], [line[0] + line[1] * p.tokens for p in prefills]):
         raise FitError(
             "longer prompts have their first token earlier; the server was not alone, or too noisy: measure again"
         )

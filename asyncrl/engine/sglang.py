@@ -276,6 +276,7 @@ class SGLangEngine:
                     top_k=request.top_k,
                     n=request.n,
                     stop_token_ids=list(stop) if stop else None,
+                    ignore_eos=request.ignore_eos,
                     stream_interval=self._config.stream_interval if streams else None,
                 ),
                 return_logprob=True,
