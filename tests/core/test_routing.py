@@ -29,8 +29,8 @@ servers = st.lists(
         name=st.sampled_from("abcde"),
         version=st.integers(0, 2),
         up=st.sampled_from([True, True, True, False]),
-        running=st.integers(0, 5),
-        tokens=st.integers(0, 100),
+        running=st.integers(0, 3),
+        tokens=st.sampled_from([0, 30, 60, 90]),
         max_running=st.integers(1, 5),
         max_tokens=st.just(100),
     ),
@@ -97,6 +97,12 @@ def test_round_robin_splits_a_batch_evenly_and_names_a_full_server() -> None:
     fleet = [Server(name="a", running=4), Server(name="b"), Server(name="c")]
     chosen = [round_robin(RequestView(v_traj=0, tokens=10, sequence=i), fleet) for i in range(9)]
     assert [s.name for s in chosen if s is not None] == list("abcabcabc")
+
+
+def test_equal_servers_are_taken_by_name() -> None:
+    for names in ("abc", "cab", "bca"):
+        chosen = least_loaded(RequestView(v_traj=0, tokens=10), [Server(name=name) for name in names])
+        assert chosen is not None and chosen.name == "a"
 
 
 def test_an_idle_server_takes_a_group_that_is_larger_than_its_slots() -> None:
