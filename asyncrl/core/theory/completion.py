@@ -46,7 +46,8 @@ class Step(Record, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         require_positive("step", samples=self.samples, workers=self.workers, mean_gen=self.mean_gen)
         require_positive("step", mean_train=self.mean_train, reuse=self.reuse)
-        if not self.mean_gen <= self.max_gen < math.inf:
+        # The mean of equal times may be their maximum's neighbour.
+        if not self.mean_gen * (1.0 - 1e-9) <= self.max_gen < math.inf:
             raise ValueError(f"step: max_gen = {self.max_gen:g}; it must be finite and at least mean_gen")
 
     @property
