@@ -54,9 +54,11 @@ def load_environment(config: EnvConfig) -> Environment:
     return Environment(make=SingleTurn, reward=_with_kwargs(target, config.kwargs), required=("prompt",))
 
 
-def load_function(target: str, key: str) -> Callable[..., Any]:
-    """The function that ``package.module:function`` or ``file.py:function`` names, for the recipe's ``key``. Raises
-    ``RecipeError``."""
+def load_own(target: str, key: str) -> Callable[..., Any] | None:
+    """The user's function that the recipe's ``key`` names by ``package.module:function`` or ``file.py:function``; None
+    for the plain name of a shipped one. Raises ``RecipeError``."""
+    if ":" not in target:
+        return None
     function, name = _load(key, target, "function")
     if not callable(function):
         raise RecipeError(f"{key}: {name} is not a function")

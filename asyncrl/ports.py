@@ -9,6 +9,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+from asyncrl.core.advantage import Advantage
 from asyncrl.core.types import Batch, Record, Trajectory
 
 T = TypeVar("T")
@@ -130,7 +131,7 @@ class Trainer(Protocol):
     async def connect(self) -> int:
         """Wait until every rank is ready (bounded); the version of its weights."""
 
-    async def train_step(self, batch: Batch, advantages: Sequence[float]) -> StepResult:
+    async def train_step(self, batch: Batch, advantages: Sequence[Advantage]) -> StepResult:
         """Train on ``batch`` (one advantage a trajectory, in ``batch.trajectories``' order): version step → step+1."""
 
     async def save(self, path: str) -> None:

@@ -15,7 +15,7 @@ from asyncrl.config import EnvConfig, RecipeError
 from asyncrl.core.types import Task
 from asyncrl.env import Action
 from asyncrl.envs.single_turn import SingleTurn
-from asyncrl.loading import check_model, load_environment, load_tasks
+from asyncrl.loading import check_model, load_environment, load_own, load_tasks
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
@@ -229,6 +229,17 @@ def test_an_import_that_fails_names_the_line(tmp_path: Path, code: str, message:
 
 
 # --- model ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_users_function_is_loaded_by_name_and_a_plain_name_is_no_users(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def double(x):\n    return 2 * x\n\nvalue = 3\n")
+    double = load_own(f"{tmp_path}/own.py:double", "algorithm.loss")
+    assert double is not None
+    assert double(4) == 8
+    assert load_own("ppo", "algorithm.loss") is None
+    for name, says in {"value": "value is not a function", "absent": "own.py has no 'absent'"}.items():
+        with pytest.raises(RecipeError, match=f"^algorithm.loss: .*{says}"):
+            load_own(f"{tmp_path}/own.py:{name}", "algorithm.loss")
 
 
 def test_a_model_folder_gives_its_type(tmp_path: Path) -> None:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import msgspec
 
-from asyncrl.config import Recipe, RecipeError
+from asyncrl.config import AlgorithmConfig, Recipe, RecipeError
+from asyncrl.core.advantage import Advantage, Advantages
 from asyncrl.core.policy.routing import ROUTING
 from asyncrl.core.staleness import make_control
-from asyncrl.core.types import Task
+from asyncrl.core.types import Batch, Task
 from asyncrl.env import Env
 from asyncrl.ports import Blocking, Engine, Observer, Tokenizer, Trainer, WeightTransport
 from asyncrl.runtime.controller import AsyncController, Evaluation, Service
@@ -40,6 +42,7 @@ class World(msgspec.Struct, kw_only=True):
     make_env: Callable[[], Env]
     reward: RewardFunction | None
     checkpoint: Callable[[int], Awaitable[None]]
+    own_advantage: Callable[[Batch], Any] | None = None
     services: Sequence[Service] = ()
 
 
@@ -132,7 +135,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
     heldout = world.heldout_tasks[: recipe.run.eval_tasks or None]
     controller = AsyncController(
         steps=recipe.run.steps,
-        advantage_name=recipe.algorithm.advantage,
+        advantages=_advantages(recipe.algorithm, world.own_advantage),
         buffer=buffer,
         proxy=proxy,
         parameters=parameters,
@@ -149,3 +152,31 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         services=world.services,
     )
     return Run(controller=controller, buffer=buffer, proxy=proxy, parameters=parameters)
+
+
+def _advantages(config: AlgorithmConfig, own: Callable[[Batch], Any] | None) -> Callable[[Batch], Sequence[Advantage]]:
+    """The recipe's estimator; a user's that fails is a ``RecipeError``."""
+    estimator = Advantages(
+        advantage=config.advantage,
+        credit=config.credit,
+        gamma=config.gamma,
+        baseline=config.baseline,
+        baseline_decay=config.baseline_decay,
+        reward_norm=config.reward_norm,
+        overlong_limit=config.overlong_limit,
+        overlong_buffer=config.overlong_buffer,
+        overlong_penalty=config.overlong_penalty,
+        overlong_filter=config.overlong_filter,
+        own=own,
+    )
+    if own is None:
+        return estimator.compute
+
+    def compute(batch: Batch) -> Sequence[Advantage]:
+        try:
+            return estimator.compute(batch)
+        except Exception as error:
+            what = " ".join(str(error).split()) or type(error).__name__
+            raise RecipeError(f"algorithm.advantage: {config.advantage}: {what}") from error
+
+    return compute

@@ -14,7 +14,7 @@ from asyncrl.config import Recipe, dumps
 from asyncrl.core.ledger import Ledger
 from asyncrl.engine.health import HealthMonitor
 from asyncrl.engine.sglang import SGLangEngine
-from asyncrl.loading import check_model, load_environment, load_tasks
+from asyncrl.loading import check_model, load_environment, load_own, load_tasks
 from asyncrl.observe.progress import Progress
 from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.report import write_report
@@ -49,6 +49,7 @@ async def train(recipe: Recipe, run_dir: Path, *, command: Sequence[str], starte
     it returns.
     """
     environment = load_environment(recipe.env)
+    own_advantage = load_own(recipe.algorithm.advantage, "algorithm.advantage")
     await set_up(recipe, out)
     model_type = check_model(recipe.model.path)
     train_tasks = load_tasks(recipe.task.train, "task.train", environment.required)
@@ -89,6 +90,7 @@ async def train(recipe: Recipe, run_dir: Path, *, command: Sequence[str], starte
         make_env=environment.make,
         reward=environment.reward,
         checkpoint=checkpoint,
+        own_advantage=own_advantage,
         services=[flush, servers.watch, LoopWatchdog(USER_CODE, limit_s=recipe.env.block_timeout_s).run],
     )
     run: Run | None = None

@@ -11,6 +11,7 @@ from asyncrl.build.assemble import Run, World, assemble
 from asyncrl.config import Recipe
 from asyncrl.core.types import Task
 from asyncrl.env import Env
+from asyncrl.loading import load_own
 from asyncrl.runtime.controller import Service
 from asyncrl.sim.engine import Lengths, SimEngine
 from asyncrl.sim.trace import TraceRecorder
@@ -70,6 +71,7 @@ async def simulated(
         make_env=lambda: (env or (lambda r: SimEnv(rng=r, turns=recipe.env.max_turns)))(env_rng),
         reward=None,
         checkpoint=checkpoint,
+        own_advantage=load_own(recipe.algorithm.advantage, "algorithm.advantage"),
         services=services,
     )
     return Simulation(run=await assemble(recipe, world), engines=engines, trainer=trainer, trace=trace)

@@ -1,48 +1,270 @@
-"""How good a trajectory was, against the other trajectories of its group. Pure Python: no torch, no numpy."""
+"""How good a trajectory was, or each of its turns or tokens, against others. Pure Python: no torch, no numpy.
+
+A trajectory is seen as steps, each with a reward: the whole of it is one step, or every turn, or every generated token
+(``credit``). Rewards become returns (the discounted sum of what follows), returns become advantages by comparing them,
+and every generated token gets its step's. ``Advantages`` does all of it for a batch; it owns the running baseline.
+
+A user's own estimator is a function of a batch, called with the rewards as shaped by the recipe::
+
+    def my_advantage(batch: Batch) -> list[float | Sequence[float] | None]:      # one a trajectory, as Advantage below
+        return [t.reward - 0.5 for t in batch.trajectories]
+"""
 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
+from itertools import chain
+from statistics import fmean, pstdev
+from typing import Any, TypeAlias
+
+import msgspec
+
+from asyncrl.core.types import Batch, Trajectory
 
 EPSILON = 1e-6
-"""Added to the standard deviation, so that a group of almost equal rewards does not explode."""
+"""Added to a standard deviation, so that almost equal rewards do not explode."""
+
+Advantage: TypeAlias = "float | array[float] | None"
+"""Of one trajectory: that of all its generated tokens; or a float32 column with one entry a token, 0 where it observed;
+or None: it is not trained, and does not count in any mean."""
+
+Steps: TypeAlias = Sequence[Sequence[float]]
+"""Returns of each step of each trajectory of a group."""
 
 
-def group_mean(rewards: Sequence[float]) -> list[float]:
-    """Reward minus the group's mean, not scaled: a group's weight grows with its spread."""
-    mean = math.fsum(rewards) / len(rewards)
-    return [r - mean for r in rewards]
+# --- from rewards to returns ------------------------------------------------------------------------------------------
 
 
-def group_norm(rewards: Sequence[float], eps: float = EPSILON) -> list[float]:
-    """GRPO's advantage (ROLL Flash Eq. 2): ``(r − mean) / (std + eps)`` with the population's standard deviation.
+def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
+    """Generalised advantage estimation over the steps of one trajectory (Schulman et al. 2016, Eq. 16)::
 
-    A group whose rewards are all equal teaches nothing: zeros.
+        δ_t = r_t + γ V_{t+1} − V_t        A_t = δ_t + γ λ A_{t+1}        V and A are 0 behind the end
+
+    With V = 0 and λ = 1 it gives the returns Σ γ^k r_{t+k}; with λ = 1 the returns minus V.
     """
-    if min(rewards) == max(rewards):
-        return [0.0] * len(rewards)
-    centred = group_mean(rewards)
-    std = math.sqrt(math.fsum(c * c for c in centred) / len(centred))
-    return [c / (std + eps) for c in centred]
+    advantages = [0.0] * len(rewards)
+    after = value_after = 0.0
+    for t in range(len(rewards) - 1, -1, -1):
+        delta = rewards[t] + gamma * value_after - values[t]
+        advantages[t] = after = delta + gamma * lam * after
+        value_after = values[t]
+    return advantages
 
 
-ADVANTAGES: dict[str, Callable[[Sequence[float]], list[float]]] = {"group_norm": group_norm, "group_mean": group_mean}
-"""The recipe's ``algorithm.advantage`` by name."""
+def returns(rewards: Sequence[float], gamma: float) -> list[float]:
+    """Discounted sum of the rewards from each step on."""
+    return gae(rewards, [0.0] * len(rewards), gamma, 1.0)
 
 
-def compute(name: str, groups: Sequence[Sequence[float]]) -> list[float]:
-    """Advantages of all trajectories, flat and in order, from the rewards of each group.
+# --- from returns to advantages ---------------------------------------------------------------------------------------
 
-    Raises ``ValueError`` for an unknown name, an empty group or a reward that is not finite.
+
+def group_mean(group: Steps) -> list[list[float]]:
+    """Return minus the mean of all steps of the group, not scaled: a group's weight grows with its spread."""
+    mean = _mean(group)
+    return [[g - mean for g in steps] for steps in group]
+
+
+def group_norm(group: Steps) -> list[list[float]]:
+    """GRPO's advantage (ROLL Flash Eq. 2): ``(G − mean) / (std + eps)``, population's standard deviation, over all
+    steps of the group. A group whose returns are all equal teaches nothing: zeros."""
+    every = list(chain.from_iterable(group))
+    if not every or min(every) == max(every):
+        return [[0.0] * len(steps) for steps in group]
+    mean, std = fmean(every), pstdev(every)
+    return [[(g - mean) / (std + EPSILON) for g in steps] for steps in group]
+
+
+def rloo(group: Steps) -> list[list[float]]:
+    """REINFORCE leave-one-out (Ahmadian et al. 2024, Eq. 7): return minus the mean over the steps of the *other*
+    trajectories of the group, which does not depend on the one that is judged. Alone: zeros."""
+    total, count = math.fsum(chain.from_iterable(group)), sum(map(len, group))
+    advantages = []
+    for steps in group:
+        others = count - len(steps)
+        baseline = (total - math.fsum(steps)) / others if others else 0.0
+        advantages.append([g - baseline for g in steps] if others else [0.0] * len(steps))
+    return advantages
+
+
+ESTIMATORS: dict[str, Callable[[Steps], list[list[float]]]] = {
+    "group_norm": group_norm,
+    "group_mean": group_mean,
+    "rloo": rloo,
+}
+"""The recipe's ``algorithm.advantage`` by name, of those that look at one group. ``reinforce`` looks at batches."""
+
+
+def _mean(group: Steps) -> float:
+    every = list(chain.from_iterable(group))
+    return math.fsum(every) / len(every) if every else 0.0
+
+
+# --- a batch ----------------------------------------------------------------------------------------------------------
+
+
+class Advantages:
+    """What ``compute`` gives for one batch after the other. Keywords are the keys of the recipe's ``[algorithm]``;
+    ``own`` is a user's estimator, in place of ``advantage``.
+
+    ``running`` is the running mean of returns that ``baseline = "running"`` subtracts; None before the first batch.
     """
-    if name not in ADVANTAGES:
-        raise ValueError(f"algorithm.advantage: unknown {name!r}; known are {', '.join(sorted(ADVANTAGES))}")
-    advantages: list[float] = []
-    for number, rewards in enumerate(groups):
-        if not rewards:
-            raise ValueError(f"group {number} of the batch has no trajectories")
-        if not all(math.isfinite(r) for r in rewards):
-            raise ValueError(f"group {number} of the batch has a reward that is not finite: {list(rewards)}")
-        advantages += ADVANTAGES[name](rewards)
+
+    def __init__(
+        self,
+        *,
+        advantage: str = "group_norm",
+        credit: str = "trajectory",
+        gamma: float = 1.0,
+        baseline: str = "batch",
+        baseline_decay: float = 0.95,
+        reward_norm: str = "none",
+        overlong_limit: int = 0,
+        overlong_buffer: int = 0,
+        overlong_penalty: float = 1.0,
+        overlong_filter: bool = False,
+        own: Callable[[Batch], Any] | None = None,
+    ) -> None:
+        if own is None and advantage != "reinforce" and advantage not in ESTIMATORS:
+            raise ValueError(
+                f"algorithm.advantage: unknown {advantage!r}; known are {', '.join(ESTIMATORS)}, reinforce"
+            )
+        self.running: float | None = None
+        self._advantage = advantage
+        self._credit = credit
+        self._gamma = gamma
+        self._baseline = baseline
+        self._decay = baseline_decay
+        self._reward_norm = reward_norm
+        self._overlong = (overlong_limit, overlong_buffer, overlong_penalty)
+        self._overlong_filter = overlong_filter
+        self._own = own
+
+    def compute(self, batch: Batch) -> list[Advantage]:
+        """One entry a trajectory, in ``batch.trajectories``' order.
+
+        Raises ``ValueError`` for a group without trajectories, a reward that is not finite, or a user's estimator that
+        returns something else.
+        """
+        for number, group in enumerate(batch.groups):
+            if not group.trajectories:
+                raise ValueError(f"group {number} of the batch has no trajectories")
+            if not all(math.isfinite(r) for t in group.trajectories for r in (t.reward, *t.turn_rewards)):
+                raise ValueError(f"group {number} of the batch has a reward that is not finite: {group.rewards}")
+        shaped = self._shape(batch)
+        if self._own is not None:
+            advantages = _checked(self._own(shaped), shaped.trajectories)
+        else:
+            groups = [[self._returns(t) for t in group.trajectories] for group in shaped.groups]
+            judged = chain.from_iterable(self._judge(groups))
+            advantages = [self._spread(t, steps) for t, steps in zip(shaped.trajectories, judged, strict=True)]
+        if self._overlong_filter:
+            cut = [t.finish_reason == "length" for t in batch.trajectories]
+            if all(cut):  # a mean over nothing: keep them as a step that teaches nothing
+                return [0.0] * len(cut)
+            advantages = [None if out else a for a, out in zip(advantages, cut, strict=True)]
+        return advantages
+
+    def _judge(self, groups: Sequence[Steps]) -> list[list[list[float]]]:
+        if self._advantage != "reinforce":
+            return [ESTIMATORS[self._advantage](group) for group in groups]
+        mean = _mean([steps for group in groups for steps in group])
+        baseline = 0.0
+        if self._baseline == "batch" or (self._baseline == "running" and self.running is None):
+            baseline = mean
+        elif self._baseline == "running" and self.running is not None:
+            baseline = self.running  # of the batches before: independent of this one
+        self.running = mean if self.running is None else self._decay * self.running + (1 - self._decay) * mean
+        return [[[g - baseline for g in steps] for steps in group] for group in groups]
+
+    # --- rewards
+
+    def _shape(self, batch: Batch) -> Batch:
+        """The batch with its rewards punished for length and normalised, as the recipe says."""
+        limit, buffer, penalty = self._overlong
+        if limit:
+            batch = _with_rewards(batch, 1.0, lambda t: -penalty * overlong(t.generated, limit, buffer))
+        if self._reward_norm == "batch":
+            rewards = [t.reward for t in batch.trajectories]
+            scale = 1 / (pstdev(rewards) + EPSILON)
+            shift = -fmean(rewards) * scale
+            batch = _with_rewards(batch, scale, lambda t: shift)
+        return batch
+
+    def _returns(self, trajectory: Trajectory) -> list[float]:
+        if self._credit == "trajectory":
+            return [trajectory.reward]
+        rewards = trajectory.turn_rewards or (trajectory.reward,)
+        if self._credit == "turn":
+            return returns(rewards, self._gamma)
+        by_token: list[float] = []
+        for reward, count in zip(rewards, _generated_per_turn(trajectory), strict=True):
+            by_token += [0.0] * count
+            if by_token:  # a turn without tokens: what it brought is the doing of the token before
+                by_token[-1] += reward
+        return returns(by_token, self._gamma)
+
+    def _spread(self, trajectory: Trajectory, steps: Sequence[float]) -> Advantage:
+        if self._credit == "trajectory":
+            return steps[0]
+        if self._credit == "turn":
+            per_turn = zip(steps, _generated_per_turn(trajectory), strict=True)
+            steps = list(chain.from_iterable([advantage] * count for advantage, count in per_turn))
+        given = iter(steps)
+        return array("f", [next(given) if m else 0.0 for m in trajectory.loss_mask])
+
+
+def overlong(length: int, limit: int, buffer: int) -> float:
+    """DAPO's soft overlong punishment (Yu et al. 2025, Eq. 13) as a positive number: 0 up to ``limit − buffer`` tokens,
+    growing linearly to 1 at ``limit``, and 1 beyond."""
+    return min(1.0, max(0.0, (length - (limit - buffer)) / buffer))
+
+
+def _with_rewards(batch: Batch, scale: float, extra: Callable[[Trajectory], float]) -> Batch:
+    """Every reward times ``scale``; ``extra`` comes on top of the trajectory's, with its last turn."""
+    replace = msgspec.structs.replace
+
+    def changed(t: Trajectory) -> Trajectory:
+        more = extra(t)
+        turns = [scale * r for r in t.turn_rewards]
+        if turns:
+            turns[-1] += more
+        return replace(t, reward=scale * t.reward + more, turn_rewards=tuple(turns))
+
+    groups = tuple(replace(g, trajectories=tuple(map(changed, g.trajectories))) for g in batch.groups)
+    return replace(batch, groups=groups)
+
+
+def _generated_per_turn(trajectory: Trajectory) -> list[int]:
+    mask, start, counts = trajectory.loss_mask.tobytes(), 0, []
+    for end in trajectory.turn_ends or (len(mask),):
+        counts.append(mask.count(1, start, end))
+        start = end
+    return counts
+
+
+def _checked(values: Any, trajectories: Sequence[Trajectory]) -> list[Advantage]:
+    """A user's advantages, one a trajectory. Raises ``ValueError``."""
+    values = list(values)
+    if len(values) != len(trajectories):
+        raise ValueError(f"returned {len(values)} advantages for {len(trajectories)} trajectories; return one for each")
+    advantages: list[Advantage] = []
+    for number, (value, trajectory) in enumerate(zip(values, trajectories, strict=True)):
+        if value is None:
+            advantages.append(None)
+            continue
+        column = array("f", [value] if isinstance(value, (int, float)) else value)
+        if not all(map(math.isfinite, column)):
+            raise ValueError(f"returned a value that is not finite for trajectory {number}")
+        if isinstance(value, (int, float)):
+            advantages.append(float(value))
+        elif len(column) == len(trajectory.tokens):
+            advantages.append(column)
+        else:
+            raise ValueError(
+                f"returned {len(column)} values for trajectory {number}, which has {len(trajectory.tokens)} tokens; "
+                "return a number, or one for each token"
+            )
     return advantages

@@ -36,7 +36,7 @@ class Turn(Record, frozen=True, kw_only=True):
 
     ``prompt_ids`` are the tokens that were new before this generation (the whole prompt on the first turn, only the
     observation later); ``output_ids``, ``logprobs`` and ``versions`` are parallel, one entry a generated token, and
-    versions never decrease. int32, int32, float32, int32.
+    versions never decrease. int32, int32, float32, int32. ``reward`` is what the environment gave for it.
     """
 
     prompt_ids: array[int]
@@ -52,7 +52,8 @@ class Trajectory(Record, frozen=True, kw_only=True):
 
     ``loss_mask`` is 1 where the policy generated the token and 0 where it observed it. ``logprobs`` are the engine's,
     after temperature, 0.0 where the mask is 0. ``versions`` is the policy version that sampled each token, or
-    ``OBSERVED_VERSION``.
+    ``OBSERVED_VERSION``. ``turn_ends`` is the number of tokens up to the end of each turn, ``turn_rewards`` what each
+    brought; they sum to ``reward``. Both may be empty: then the reward belongs to the whole.
     """
 
     id: int
@@ -68,6 +69,8 @@ class Trajectory(Record, frozen=True, kw_only=True):
     reward: float
     finish_reason: str
     metrics: Mapping[str, float] = {}
+    turn_ends: tuple[int, ...] = ()
+    turn_rewards: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
@@ -75,6 +78,10 @@ class Trajectory(Record, frozen=True, kw_only=True):
             raise ValueError(
                 f"trajectory {self.id}: columns differ in length (tokens {n}, loss_mask {len(self.loss_mask)}, "
                 f"logprobs {len(self.logprobs)}, versions {len(self.versions)})"
+            )
+        if len(self.turn_ends) != len(self.turn_rewards):
+            raise ValueError(
+                f"trajectory {self.id}: {len(self.turn_rewards)} rewards of turns, but {len(self.turn_ends)} turns"
             )
 
     @property

@@ -23,7 +23,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 
-from asyncrl.core import advantage
+from asyncrl.core.advantage import Advantage
 from asyncrl.core.types import Batch, Record, Task
 from asyncrl.ports import Observer, StepMetrics, Trainer
 from asyncrl.runtime.env_manager import EnvManager, EpisodePlayer
@@ -53,7 +53,7 @@ class AsyncController:
         self,
         *,
         steps: int,
-        advantage_name: str,
+        advantages: Callable[[Batch], Sequence[Advantage]],
         buffer: SampleBuffer,
         proxy: LLMProxy,
         parameters: ParameterServer,
@@ -68,7 +68,7 @@ class AsyncController:
         services: Sequence[Service] = (),
     ) -> None:
         self._steps = steps
-        self._advantage_name = advantage_name
+        self._advantages = advantages
         self._buffer = buffer
         self._proxy = proxy
         self._parameters = parameters
@@ -141,9 +141,6 @@ class AsyncController:
         )
         if self._checkpoint_every and (step + 1) % self._checkpoint_every == 0 and step + 1 < self._steps:
             await self._checkpoint(result.version)
-
-    def _advantages(self, batch: Batch) -> list[float]:
-        return advantage.compute(self._advantage_name, [g.rewards for g in batch.groups])
 
     async def _evaluate(self) -> None:
         """Play the held-out tasks on the current version, a bounded number at once. A failed episode counts as 0."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from array import array
 
+import msgspec
+
 from asyncrl.core.types import Turn
 from asyncrl.env import Observation
 from asyncrl.ports import Tokenizer
@@ -56,6 +58,10 @@ class Conversation:
         self._pending = array("i")
         self.ids += output_ids
         return self._tokenizer.decode(output_ids)
+
+    def credit(self, reward: float) -> None:
+        """What the last generation brought."""
+        self.turns[-1] = msgspec.structs.replace(self.turns[-1], reward=reward)
 
     def _after_assistant(self, observation: Observation) -> list[int]:
         text = self._tokenizer.render([*_BASE, *observation.messages], True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate
 
 import msgspec
 
@@ -171,6 +172,7 @@ class EpisodePlayer:
         reward = checked_reward("step", step.reward)
         if self._scorer is not None and (step.done or turn + 1 == self._limits.max_turns):
             reward += await self._scorer.score(task, action)
+        dialogue.credit(reward)
         return step, reward
 
     async def _close(self, envs: Sequence[Env]) -> None:
@@ -296,4 +298,6 @@ def _trajectory(lease: Lease, trajectory_id: int, index: int, episode: Episode) 
         reward=episode.reward,
         finish_reason=episode.finish_reason,
         metrics=episode.metrics,
+        turn_ends=tuple(accumulate(len(turn.prompt_ids) + len(turn.output_ids) for turn in episode.turns)),
+        turn_rewards=tuple(turn.reward for turn in episode.turns),
     )

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from asyncrl.core.advantage import Advantage
 from asyncrl.core.types import Batch
 from asyncrl.env import Action, Env, Step, Task
 from asyncrl.ports import Engine, EngineError, StepResult, TrainerError
@@ -51,7 +52,7 @@ class SimTrainer:
     async def connect(self) -> int:
         return self.version
 
-    async def train_step(self, batch: Batch, advantages: Sequence[float]) -> StepResult:
+    async def train_step(self, batch: Batch, advantages: Sequence[Advantage]) -> StepResult:
         if batch.step != self.version:
             raise TrainerError(f"the trainer is at version {self.version} and was asked to train step {batch.step}")
         if len(advantages) != len(batch.trajectories):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from array import array
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ import aiohttp
 import msgspec
 
 from asyncrl.config import Recipe
+from asyncrl.core.advantage import Advantage
 from asyncrl.core.types import Batch
 from asyncrl.ports import StepResult, TrainerError
 from asyncrl.processes import free_port
@@ -79,7 +81,7 @@ class HttpTrainer:
         self._info = await self._bounded(self._first_answer(), timeout_s, "not ready", "trainer.connect_timeout_s")
         return self._info.version
 
-    async def train_step(self, batch: Batch, advantages: Sequence[float]) -> StepResult:
+    async def train_step(self, batch: Batch, advantages: Sequence[Advantage]) -> StepResult:
         reply = await self._command("train_step", train_request(batch, advantages))
         return StepResult(version=reply.version, metrics=reply.metrics)
 
@@ -152,17 +154,18 @@ class HttpTrainer:
         return msgspec.msgpack.decode(data, type=reply)
 
 
-def train_request(batch: Batch, advantages: Sequence[float]) -> TrainReq:
-    """The batch as it travels: columns as the bytes of their arrays."""
+def train_request(batch: Batch, advantages: Sequence[Advantage]) -> TrainReq:
+    """The batch as it travels: columns as the bytes of their arrays. What is not to be trained has an empty mask."""
     return TrainReq(
         step=batch.step,
         sequences=[
             TrainSequence(
                 tokens=trajectory.tokens.tobytes(),
-                loss_mask=trajectory.loss_mask.tobytes(),
+                loss_mask=trajectory.loss_mask.tobytes() if advantage is not None else bytes(len(trajectory.loss_mask)),
                 logprobs=trajectory.logprobs.tobytes(),
                 versions=trajectory.versions.tobytes(),
-                advantage=advantage,
+                advantage=advantage if isinstance(advantage, float) else 0.0,
+                advantages=advantage.tobytes() if isinstance(advantage, array) else b"",
             )
             for trajectory, advantage in zip(batch.trajectories, advantages, strict=True)
         ],

@@ -14,7 +14,7 @@ from asyncrl.wire import TrainReq
 def save_batch(folder: Path, request: TrainReq, reason: str) -> Path:
     """Write ``bad-batch-STEP.safetensors``: the columns of all sequences end to end (``tokens``, ``loss_mask``,
     ``logprobs``, ``versions``; ``advantages`` is 0 where the mask is), ``lengths`` ``[sequences]``, and step and reason
-    as metadata. Raises ``OSError``."""
+    as metadata. Raises ``OSError`` or ``SafetensorError``."""
     sequences = request.sequences
     advantages = []
     for sequence in sequences:

@@ -86,7 +86,7 @@ class Leader:
     def _kept(self, request: TrainReq, error: Exception) -> str:
         try:
             return f"; the batch is kept in {save_batch(self._run_dir, request, str(error))}"
-        except OSError as failure:
+        except (OSError, SafetensorError) as failure:
             return f"; the batch could not be kept ({failure})"
 
     def publish(self, request: PublishReq) -> dict[str, float]:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from asyncrl.config import Recipe
 from asyncrl.core.types import Record
-from asyncrl.loading import load_function
+from asyncrl.loading import load_own
 from asyncrl.train import model
 from asyncrl.train.channel import Channel
 from asyncrl.train.loss import LOSSES, check_loss
@@ -47,7 +47,7 @@ class Rank:
         self.dtype = getattr(torch, recipe.model.dtype)
         self.channel = Channel()
         algorithm = recipe.algorithm
-        loss = LOSSES.get(algorithm.loss) or load_function(algorithm.loss, "algorithm.loss")
+        loss = load_own(algorithm.loss, "algorithm.loss") or LOSSES[algorithm.loss]
         check_loss(loss, algorithm)
         policy = model.load(folder, recipe.rollout.temperature or 1.0)
         self.weights = model.manifest(policy, 0, self.dtype)

@@ -210,7 +210,7 @@ class Learner:
         what = f"{where}: the {name} is not finite (loss {loss:.6g}, gradient norm {float(norm):.6g})"
         remedy = "lower trainer.learning_rate or look at the batch"
         if done:
-            raise StepBroken(f"{what} after {done} updates of the step were made: {remedy}, and resume")
+            raise StepBroken(f"{what} after {done} of them were made: {remedy}")
         raise NotFinite(f"{what}; the weights are unchanged: {remedy}")
 
 

@@ -66,6 +66,11 @@ def test_a_trajectory_with_columns_of_different_length_cannot_be_made(column: st
         msgspec.structs.replace(whole, **{column: getattr(whole, column)[:-1]})
 
 
+def test_every_turn_has_a_reward() -> None:
+    with pytest.raises(ValueError, match="trajectory 0: 1 rewards of turns, but 2 turns"):
+        msgspec.structs.replace(trajectory(), turn_ends=(1, 3), turn_rewards=(1.0,))
+
+
 def test_records_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
         trajectory().reward = 1.0  # type: ignore[misc]

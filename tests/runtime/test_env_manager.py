@@ -101,6 +101,7 @@ def test_a_dialogue_is_appended_turn_by_turn() -> None:
         (list(b"cd"), generated),
     ]
     assert episode.reward == 1.5
+    assert [t.reward for t in episode.turns] == [0.5, 0.5, 0.5]
     assert episode.finish_reason == "stop"
     assert episode.metrics == {"turns": 3}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +14,15 @@ from torch import Tensor
 
 from asyncrl.config import Recipe
 from asyncrl.core.manifest import Manifest, TensorInfo
-from asyncrl.train import checkpoint
+from asyncrl.train import checkpoint, dump
+from asyncrl.train.client import train_request
 from asyncrl.train.leader import Leader
 from asyncrl.train.server import Refused
+from asyncrl.train.step import NotFinite, StepBroken
+from asyncrl.train.work import StepRefused
 from asyncrl.wire import PublishReq, SaveReq
+
+from .batches import make_batch
 
 
 class PlayedRank:
@@ -65,6 +70,47 @@ def test_a_full_disk_is_refused_only_after_the_gathering_has_run_to_its_end(
         leader.save(SaveReq(path=str(tmp_path / "out")))
     assert rank.gathered == 3
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def failing(leader: Leader, rank: PlayedRank, tmp_path: Path) -> Callable[[Exception], str]:
+    """Trains a batch in which the learner raises; what the controller is told."""
+
+    def train(error: Exception) -> str:
+        def step(work: Any) -> dict[str, float]:
+            raise error
+
+        rank.learner = SimpleNamespace(version=4, step=step)
+        rank.vocabulary, rank.hidden = 64, 32
+        with pytest.raises((Refused, StepBroken)) as caught:
+            leader.train_step(train_request(make_batch(4, seed=0), [1.0] * 16))
+        assert isinstance(caught.value, StepBroken) == isinstance(error, StepBroken)
+        return str(caught.value)
+
+    return train
+
+
+@pytest.mark.parametrize("kind", [NotFinite, StepBroken])
+def test_the_batch_of_a_step_that_went_wrong_is_kept(
+    failing: Callable[[Exception], str], tmp_path: Path, kind: type[Exception]
+) -> None:
+    assert failing(kind("step 4: bad")) == f"step 4: bad; the batch is kept in {tmp_path / 'bad-batch-4.safetensors'}"
+    assert (tmp_path / "bad-batch-4.safetensors").is_file()
+
+
+def test_a_batch_that_is_merely_refused_is_not_kept(failing: Callable[[Exception], str], tmp_path: Path) -> None:
+    assert failing(StepRefused("sequence 2: too odd")) == "sequence 2: too odd"
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_a_batch_that_cannot_be_kept_is_no_new_error(
+    failing: Callable[[Exception], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(dump, "save_file", full)
+    assert failing(NotFinite("step 4: bad")) == "step 4: bad; the batch could not be kept (No space left on device)"
 
 
 def test_only_the_current_version_is_published(leader: Leader, tmp_path: Path) -> None:

@@ -38,7 +38,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 STEPS = 3
 RECIPE = Recipe(
     trainer=TrainerConfig(ranks=2, learning_rate=1e-3, grad_clip=0.5, micro_batch_tokens=64, connect_timeout_s=120),
-    algorithm=AlgorithmConfig(clip_high=0.3),
+    # Two updates a batch, and a reference model: all that makes a step collective more than once.
+    algorithm=AlgorithmConfig(clip_high=0.3, mini_batches=2, kl_coef=0.05, entropy_coef=0.01),
     weights=WeightsConfig(bucket_mb=1),
 )
 
@@ -61,7 +62,11 @@ def alone(folder: Path, steps: int) -> tuple[dict[str, torch.Tensor], dict[str, 
         policy = model.load(str(folder), 1.0)
         model.shard(policy, init_device_mesh("cpu", (1,)), torch.float32, False)
         assert dist.group.WORLD is not None
-        one = Learner(policy, RECIPE.trainer, RECIPE.algorithm, torch.device("cpu"), dist.group.WORLD)
+        reference = model.load(str(folder), 1.0).requires_grad_(False)
+        model.shard(reference, init_device_mesh("cpu", (1,)), torch.float32, False)
+        one = Learner(
+            policy, RECIPE.trainer, RECIPE.algorithm, torch.device("cpu"), dist.group.WORLD, reference=reference
+        )
         for step in range(steps):
             batch = make_batch(step, seed=step)
             request = train_request(batch, make_advantages(batch, step))
@@ -95,7 +100,17 @@ async def test_two_ranks_and_one_rank_arrive_at_the_same_weights(
         assert result.version == step + 1
     await trainer.save(str(tmp_path / "out"))
     weights, metrics = alone(model_folder, STEPS)
-    for name in ("loss", "grad_norm", "entropy", "ratio_mean", "ratio_max", "kl", "engine_gap", "clip_fraction"):
+    for name in (
+        "loss",
+        "grad_norm",
+        "entropy",
+        "ratio_mean",
+        "ratio_max",
+        "kl",
+        "engine_gap",
+        "clip_fraction",
+        "reference_kl",
+    ):
         assert result.metrics[name] == pytest.approx(metrics[name], rel=1e-4), name
     assert result.metrics["tokens"] == sum(len(t.tokens) for t in batch.trajectories)
     assert result.metrics["sequences"] == 16
@@ -110,13 +125,18 @@ async def test_a_wrong_step_is_refused_and_changes_nothing(trainer: HttpTrainer)
     assert await trainer.connect() == STEPS
 
 
-async def test_a_step_that_is_not_finite_is_refused_on_both_ranks_and_changes_nothing(
+async def test_a_step_that_is_not_finite_is_refused_on_both_ranks_and_changes_nothing_and_its_batch_is_kept(
     trainer: HttpTrainer, tmp_path: Path
 ) -> None:
     await trainer.save(str(tmp_path / "before"))
     batch = make_batch(STEPS, seed=0)
-    with pytest.raises(TrainerError, match=rf"step {STEPS}: the (loss|gradient) is not finite"):
+    with pytest.raises(
+        TrainerError, match=rf"step {STEPS}, update 1 of 2: the (loss|gradient) is not finite"
+    ) as caught:
         await trainer.train_step(batch, [1e38] * 16)
+    kept = trainer._run_dir / f"bad-batch-{STEPS}.safetensors"
+    assert str(caught.value).endswith(f"; the batch is kept in {kept}")
+    assert load_file(kept)["tokens"].tolist() == [token for t in batch.trajectories for token in t.tokens]
     await trainer.save(str(tmp_path / "after"))
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("before", "after"))
     assert all(torch.equal(before[name], after[name]) for name in before)

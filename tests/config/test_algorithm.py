@@ -1,0 +1,96 @@
+"""The ``[algorithm]`` table: names, ranges and combinations, each refused with one line that names the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config import RecipeError, load, load_table
+from asyncrl.config.algorithm import ADVANTAGES, LOSSES
+
+
+def refused(algorithm: dict[str, Any], **tables: Any) -> str:
+    with pytest.raises(RecipeError) as error:
+        load_table({"algorithm": algorithm, **tables})
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("mini_batches", 0),
+        ("epochs", 0),
+        ("clip_low", 0.0),
+        ("clip_low", 1.5),
+        ("clip_high", 0.0),
+        ("importance_cap", float("inf")),
+        ("dual_clip", 1.0),
+        ("dual_clip", -2.0),
+        ("positive_weight", -1.0),
+        ("negative_weight", float("nan")),
+        ("reject_low", 0.0),
+        ("reject_high", 0.5),
+        ("reject_high", float("inf")),
+        ("entropy_coef", -0.1),
+        ("kl_coef", -0.1),
+        ("gamma", 1.1),
+        ("baseline_decay", 1.0),
+        ("overlong_limit", -1),
+        ("overlong_buffer", 5),
+        ("overlong_penalty", -1.0),
+    ],
+)
+def test_an_impossible_value_is_named(key: str, value: Any) -> None:
+    assert refused({key: value}).startswith(f"algorithm.{key} = {value}: ")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_is_accepted(name: str) -> None:
+    assert load_table({"algorithm": {"loss": name}}).algorithm.loss == name
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_every_advantage_is_accepted(name: str) -> None:
+    assert load_table({"algorithm": {"advantage": name}}).algorithm.advantage == name
+
+
+def test_an_unknown_name_gets_a_suggestion() -> None:
+    assert refused({"loss": "topper"}).startswith("algorithm.loss: unknown 'topper'; did you mean 'topr'?")
+    assert "known are group_norm, group_mean, rloo, reinforce" in refused({"advantage": "zzz"})
+    assert refused({"loss": "mine.py:"}) == (
+        "algorithm.loss = 'mine.py:': write package.module:function or file.py:function"
+    )
+
+
+def test_only_comparisons_need_a_group_of_two() -> None:
+    one = {"group_size": 1}
+    assert refused({"advantage": "rloo"}, rollout=one).startswith("rollout.group_size = 1: must be at least 2: rloo")
+    load_table({"algorithm": {"advantage": "reinforce"}, "rollout": one})
+    load_table({"algorithm": {"advantage": "mine.py:advantage"}, "rollout": one})
+
+
+def test_keys_that_would_do_nothing_are_refused() -> None:
+    assert refused({"gamma": 0.9}) == 'algorithm.gamma = 0.9: discounts nothing; set algorithm.credit = "turn"'
+    load_table({"algorithm": {"gamma": 0.9, "credit": "turn"}})
+    says = "algorithm.proximal = interpolate: has no meaning for the loss ppo; use decoupled_ppo"
+    assert refused({"proximal": "interpolate"}) == says
+    load_table({"algorithm": {"proximal": "interpolate", "loss": "decoupled_ppo"}})
+
+
+def test_the_overlong_buffer_lies_within_the_limit() -> None:
+    for limit, buffer in ((100, 0), (100, 101)):
+        assert "algorithm.overlong_limit = 100" in refused({"overlong_limit": limit, "overlong_buffer": buffer})
+    load_table({"algorithm": {"overlong_limit": 100, "overlong_buffer": 100}})
+
+
+def test_files_are_relative_to_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(
+        '[algorithm]\nloss = "own.py:loss"\nadvantage = "package.own:advantage"\nreference = "base"\n'
+    )
+    algorithm = load(tmp_path).algorithm
+    assert algorithm.loss == f"{tmp_path / 'own.py'}:loss"
+    assert algorithm.advantage == "package.own:advantage"
+    assert algorithm.reference == str(tmp_path / "base")
