@@ -1,0 +1,402 @@
+"""Speed and staleness of a run before it is started: means, in closed form as far as there is one.
+
+``predict`` takes what works (``System``) and what it works on (``Workload``). A *cycle* is what the trainer does from
+one batch to the next: train, prepare the weights, deliver them; servers stand still while weights are delivered.
+
+* **Rollout side.** E episodes run at once; those that wait for their environment hold no server (Little's law). A server
+  with n running sequences gives each a token in τ(n) seconds: a decode step (StaleFlow's cost model at their mean
+  context) and its share of all prefill. An update interrupts and so costs another prefill of what is in progress.
+* **Period**, seconds a step: the longest of the trainer's cycle, the rollout of a batch with every slot in use, and
+  what the staleness control makes them wait for each other:
+  - in-flight cap α ≥ 1: a version's stragglers, (E[longest of a batch] + cycle) / (⌈α⌉ + 1) (core/theory/runtime.py);
+  - α < 1: the cycle, and before it the time until 1 − α of the groups that began together have ended; for α = 0 all,
+    the tail of synchronous training;
+  - draining updates, single turns: what starts after an update ends before the next, so a batch's whole span;
+  - ``queue_max``: only groups that end in time count, so a step takes as long as the rest needs to fill a batch;
+  - ``queue_drop``: nothing waits, what is too much is dropped.
+* **Staleness**: core/theory/staleness.py and runtime.py.
+
+Rough where: few slots or groups (everything is a mean; a version's groups are taken to start together), ρ near 1 (no
+queue wanders here), loads of stragglers near 1, draining updates with several turns, batch rollout and round-robin
+routing (counted as queue scheduling), KV caches that are full (preempted work is not counted), failures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from asyncrl.core.cost_model import CostModel
+from asyncrl.core.theory.runtime import natural_staleness, no_bubble_period
+from asyncrl.core.theory.staleness import in_queue_staleness, pre_queue_staleness
+from asyncrl.core.types import Record
+from asyncrl.core.workload import Workload
+
+Control = Literal["inflight_cap", "queue_drop", "queue_max"]
+
+
+class System(Record, frozen=True, kw_only=True):
+    """Servers, trainer, and what the recipe lets them do. Tokens, seconds, GPUs."""
+
+    batch_groups: int
+    episodes: int
+    """Episodes that may run at once: environment slots."""
+    servers: int
+    server_gpus: int = 1
+    max_running: int
+    kv_tokens: int
+    """Of each server."""
+    cost: CostModel = CostModel()
+    prefix_cache: bool = True
+    affine: bool = True
+    """A later turn finds its server, and there what it said before."""
+    trainer_gpus: int
+    tokens_per_s: float
+    """That one training GPU trains."""
+    scaling: float = 1.0
+    fixed_s: float = 0.0
+    prepare_s: float = 0.0
+    """Of a weight update, beside generation."""
+    deliver_s: float = 0.0
+    """Of a weight update, with the servers standing still."""
+    control: Control = "inflight_cap"
+    bound: float = 1.0
+    queue: float = 1.0
+    drain: bool = False
+    redundant: int = 0
+    """Groups that run beside what a batch needs."""
+    kept: float = 1.0
+    """Share of groups that pass the filter."""
+
+    @property
+    def gpus(self) -> int:
+        return self.servers * self.server_gpus + self.trainer_gpus
+
+
+class Prediction(Record, frozen=True, kw_only=True):
+    """Means of a steady run. Seconds, generated tokens; shares are of the period."""
+
+    per_server: float
+    """Sequences that a server runs with every slot in use; ``limit`` says what holds it there."""
+    limit: Literal["slots", "max_running_requests", "kv cache"]
+    running: float
+    """Sequences on all servers as it goes."""
+    token_s: float
+    """From one token of a sequence to its next."""
+    v_r: float
+    """Generated tokens a second with every slot in use, updates left out."""
+    v_t: float
+    """Generated tokens a second that a trainer which never waits trains on."""
+    train_s: float
+    cycle_s: float
+    rollout_s: float
+    """Of a batch with every slot in use, the pause of an update in it."""
+    rho: float
+    tailness: float
+    batch_tailness: float
+    pre_queue: float
+    in_queue: float
+    natural: float
+    """Staleness with nothing that limits it: their sum for a queue that nothing is dropped from."""
+    staleness: float
+    period: float
+    shortest: float
+    """No-bubble bound."""
+    binds: Literal["rollout", "trainer", "tail", "stragglers", "eviction"]
+    """What the period waits for."""
+    server_idle: float
+    trainer_idle: float
+    wasted: float
+    """Share of finished groups that are not trained (filtered ones not counted)."""
+    trained_length: float
+    """Mean response length in a batch over that of all responses."""
+    kv_used: float
+    """KV tokens in use on a server with every slot in use, over what it has."""
+    tokens_per_s: float
+    """Generated tokens that are trained on, a second."""
+    trajectories_per_s: float
+
+    @property
+    def bubble(self) -> float:
+        """How far the period is above the shortest possible one, over that one."""
+        return self.period / self.shortest - 1.0
+
+
+class _Pace(Record, frozen=True, kw_only=True):
+    """Servers with ``n`` running sequences each."""
+
+    n: float
+    token_s: float
+    episode_s: float
+    """E[D]: server and environment."""
+    x: float
+    """The environment's share of it."""
+    rate: float
+    """Episodes that end in a second."""
+
+
+def _pace(s: System, w: Workload, n: float) -> _Pace:
+    busy, cost = max(1.0, n), s.cost
+    size = w.shape.group_size
+    if s.prefix_cache:
+        # A group's prompt is computed once on each server that gets a part of it; a later turn's past is where the turn
+        # before it ran.
+        prompt = w.prompt * min(size, s.servers) / size
+        missed = 0.0 if s.affine else 1.0 - 1.0 / s.servers
+        prefill = prompt + (w.fresh - w.prompt) + missed * (w.read - w.fresh)
+    else:
+        prefill = w.read
+    decode = cost.k1 * busy * w.context + max(cost.k2, cost.k3 * busy) + cost.k4
+    token_s = decode + n * cost.k5 * prefill / w.generated
+    served = w.generated * token_s
+    return _Pace(
+        n=n,
+        token_s=token_s,
+        episode_s=served + w.wait,
+        x=w.wait / (served + w.wait),
+        rate=s.servers * n / served,
+    )
+
+
+def _root(f: Callable[[float], float], low: float, high: float) -> float:
+    """Where the falling function ``f`` crosses 0 between ``low`` and ``high``; one of the ends if it does not."""
+    if f(high) >= 0:
+        return high
+    for _ in range(40):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if f(middle) > 0 else (low, middle)
+    return 0.5 * (low + high)
+
+
+def predict(s: System, w: Workload) -> Prediction:
+    """What ``s`` makes of ``w`` (module docstring). Raises ``ValueError`` for a system without servers or trainer."""
+    if s.servers < 1 or s.trainer_gpus < 1:
+        raise ValueError(f"{s.servers} servers and {s.trainer_gpus} training GPUs; both sides need at least one")
+    size, alpha = w.shape.group_size, s.bound
+    batch = s.batch_groups * size
+    started = batch / s.kept
+    trained_per_s = s.tokens_per_s * s.trainer_gpus**s.scaling
+    train_s = s.fixed_s + batch * w.tokens / trained_per_s
+    cycle_s = train_s + s.prepare_s + s.deliver_s
+
+    # Every slot in use.
+    most = min(float(s.max_running), s.kv_tokens / w.context)
+    n = _root(lambda n: s.episodes - s.servers * n - _pace(s, w, n).rate * w.wait, 0.0, most)
+    full = _pace(s, w, n)
+    limit: Literal["slots", "max_running_requests", "kv cache"] = "slots"
+    if n == most:
+        limit = "max_running_requests" if most == s.max_running else "kv cache"
+    episode_s = s.episodes / full.rate  # waiting for a server included
+    x = w.wait / episode_s
+    again = 0.0 if s.drain else s.episodes * w.context * s.cost.k5 / s.servers
+    pause = s.deliver_s + again
+    rollout_s = started / full.rate + pause
+    rho = cycle_s / rollout_s
+    tailness = w.tailness(x)
+    groups = max(1, round(s.batch_groups / s.kept))
+    longest = w.ranked(groups, groups + s.redundant, x)
+
+    natural = natural_staleness(concurrency=s.episodes, batch=started, tailness=tailness, rho=rho)
+    pre_queue = pre_queue_staleness(concurrency=s.episodes, batch=started, tailness=tailness, rho=rho)
+    in_queue = min(1.0, rho)
+    period = max(cycle_s, rollout_s)
+    binds: Literal["rollout", "trainer", "tail", "stragglers", "eviction"]
+    binds = "trainer" if cycle_s >= rollout_s else "rollout"
+    trained_length, idle_servers = 1.0, s.deliver_s / period
+
+    match s.control:
+        case "inflight_cap":
+            ahead = math.floor(alpha * s.batch_groups + 1e-9) / s.batch_groups
+            if s.drain and w.shape.max_turns == 1 and ahead >= 1:
+                span = _wave(s, w, groups, most)
+                forced, reason = max(train_s + s.prepare_s, span) + s.deliver_s, "tail"
+                if forced > period:
+                    period, binds = forced, "tail"
+                idle_servers = max(0.0, 1.0 - span / period)
+            else:
+                if ahead > 0:
+                    forced = _stragglers(s, w, full, cycle_s, pause, groups)
+                    if forced > period:
+                        period, binds = forced, "stragglers"
+                if ahead < 1:
+                    needed = max(1, math.ceil(groups - ahead * s.batch_groups))
+                    forced = cycle_s + _wave(s, w, groups, most, needed)
+                    if forced > period:
+                        period, binds = forced, "tail"
+                idle_servers = cycle_s / period if ahead == 0 else s.deliver_s / period
+            staleness = ahead if rho >= 1.0 or binds in ("tail", "stragglers") else min(ahead, natural)
+        case "queue_drop":
+            in_queue = in_queue_staleness(rho=rho, q=s.queue)
+            staleness = pre_queue + in_queue
+        case "queue_max":
+            for _ in range(3):  # what is trained is shorter, and so is the cycle
+                period, staleness, trained_length = _queue_max(s, w, episode_s, x, cycle_s, rollout_s)
+                read = w.tokens - w.generated
+                train_s = s.fixed_s + batch * (read + w.generated * trained_length) / trained_per_s
+                cycle_s = train_s + s.prepare_s + s.deliver_s
+            if period > max(cycle_s, rollout_s) * (1 + 1e-9):
+                binds = "eviction"
+            idle_servers = s.deliver_s / period
+    batch_tokens = batch * w.generated
+    ended = full.rate * s.kept * max(0.0, period - pause)
+    shortest = no_bubble_period(
+        batch_tokens=batch_tokens,
+        v_r=full.rate * w.generated * s.kept,
+        v_t=batch_tokens / (train_s - s.fixed_s),
+        fixed_s=s.fixed_s + s.prepare_s,
+        update_s=s.deliver_s,
+    )
+    return Prediction(
+        per_server=full.n,
+        limit=limit,
+        running=min(s.servers * full.n, started / period * w.generated * full.token_s),
+        token_s=full.token_s,
+        v_r=full.rate * w.generated,
+        v_t=batch_tokens / cycle_s,
+        train_s=train_s,
+        cycle_s=cycle_s,
+        rollout_s=rollout_s,
+        rho=rho,
+        tailness=tailness,
+        batch_tailness=longest,
+        pre_queue=pre_queue,
+        in_queue=in_queue,
+        natural=natural,
+        staleness=staleness,
+        period=period,
+        shortest=shortest,
+        binds=binds,
+        server_idle=idle_servers,
+        trainer_idle=max(0.0, 1.0 - cycle_s / period),
+        wasted=0.0 if s.control == "inflight_cap" else max(0.0, 1.0 - batch / ended),
+        trained_length=trained_length,
+        kv_used=full.n * w.context / s.kv_tokens,
+        tokens_per_s=batch_tokens * trained_length / period,
+        trajectories_per_s=batch / period,
+    )
+
+
+def _wave(s: System, w: Workload, groups: int, most: float, needed: int | None = None) -> float:
+    """Seconds until ``needed`` (else all) of the groups of a batch have ended that begin together on idle servers."""
+    size, needed = w.shape.group_size, needed or groups
+    total = (groups + s.redundant) * size
+    slots = min(s.episodes, total)
+    if not w.wait:
+        slots = min(slots, int(s.servers * most))
+
+    def span(pace: _Pace) -> float:
+        if slots < total:
+            ratio = w.makespan(needed * size, slots, pace.x)
+        else:
+            ratio = w.ranked(needed, groups + s.redundant, pace.x)
+        return ratio * pace.episode_s
+
+    def surplus(n: float) -> float:
+        pace = _pace(s, w, n)
+        return needed * size * w.generated * pace.token_s / (span(pace) * s.servers) - n
+
+    return span(_pace(s, w, _root(surplus, 0.0, min(most, slots / s.servers))))
+
+
+def _stragglers(s: System, w: Workload, full: _Pace, cycle_s: float, pause: float, groups: int) -> float:
+    """The period that the longest groups of a version force (Eq. 2 of core/theory/runtime.py), at the speed of as many
+    sequences as that period lets run. Each update on their way costs them ``pause``."""
+    ahead = math.ceil(s.bound)
+    started = groups * w.shape.group_size
+
+    def forced(pace: _Pace) -> float:
+        longest = w.ranked(groups, groups + s.redundant, pace.x) * pace.episode_s
+        return (longest + ahead * pause + cycle_s) / (ahead + 1)
+
+    def surplus(n: float) -> float:
+        pace = _pace(s, w, n)
+        return pause + started / pace.rate - forced(pace)
+
+    return forced(_pace(s, w, _root(surplus, 0.0, full.n)))
+
+
+def _queue_max(
+    s: System, w: Workload, episode_s: float, x: float, cycle_s: float, rollout_s: float
+) -> tuple[float, float, float]:
+    """(period, mean staleness, mean length of what is trained over E[L]) of a queue that drops what is too stale.
+
+    A group of span D that waits for its batch for u seconds has ⌈(D + u + cycle)/T⌉ − 1 updates between its start and
+    its training, for a start at any moment; so it counts iff D + u ≤ (bound + 1)·T − cycle. Rollout-bound, u is even in
+    0 … T, and T is such that what counts fills a batch. Train-bound, T is the cycle, and the queue grows by such a wait
+    that what it drops is what is too much.
+    """
+    bound = math.floor(s.bound)
+    phases = [(i + 0.5) / 16 for i in range(16)]
+
+    def passed(period: float, extra: float) -> tuple[float, float, float]:
+        """Share of groups that count, and their mean length and staleness."""
+        share = length = stale = 0.0
+        for phase in phases:
+            room = (bound + 1) * period - cycle_s - extra - phase * period
+            part, mean = w.ended_within(room / episode_s, x) if room > 0 else (0.0, 0.0)
+            share += part / len(phases)
+            length += part * mean / len(phases)
+            # The staleness of what counts: one for each k ≤ bound that it exceeds.
+            for k in range(1, bound + 1):
+                within = room - (bound + 1 - k) * period
+                stale += (part - (w.ended_within(within / episode_s, x)[0] if within > 0 else 0.0)) / len(phases)
+        return (share, length / share, stale / share) if share else (0.0, 1.0, float(bound))
+
+    shortest = max(cycle_s, rollout_s)
+    if cycle_s > rollout_s and passed(cycle_s, 0.0)[0] > rollout_s / cycle_s:
+        extra = _root(lambda u: passed(cycle_s, u)[0] - rollout_s / cycle_s, 0.0, (bound + 1) * cycle_s)
+        _, length, stale = passed(cycle_s, extra)
+        return cycle_s, stale, length
+    high = shortest
+    while passed(high, 0.0)[0] * high < rollout_s:
+        high *= 2.0
+    period = _root(lambda t: rollout_s - t * passed(t, 0.0)[0], shortest, high)
+    _, length, stale = passed(period, 0.0)
+    return period, stale, length
+
+
+# --- what else could be done ------------------------------------------------------------------------------------------
+
+
+def with_split(s: System, servers: int) -> System:
+    """The same GPUs with ``servers`` servers, the rest for training."""
+    return msgspec.structs.replace(s, servers=servers, trainer_gpus=s.gpus - servers * s.server_gpus)
+
+
+def splits(s: System, most: int = 64) -> list[System]:
+    """The same GPUs in every split between rollout and training, at most about ``most`` of them, evenly."""
+    count = (s.gpus - 1) // s.server_gpus
+    stride = max(1, math.ceil(count / most))
+    chosen = {*range(stride, count + 1, stride), count, s.servers}
+    return [with_split(s, servers) for servers in sorted(chosen) if servers >= 1]
+
+
+def best_split(s: System, w: Workload) -> System:
+    """The split with most trajectories a second; of equals (within 0.1 %) the one with least staleness."""
+
+    def fastest(candidates: list[System]) -> System:
+        found = [(predict(c, w), c) for c in candidates]
+        top = max(p.trajectories_per_s for p, _ in found)
+        return min(((p.staleness, i, c) for i, (p, c) in enumerate(found) if p.trajectories_per_s >= 0.999 * top))[2]
+
+    coarse = splits(s)
+    best = fastest(coarse)
+    position = coarse.index(best)
+    low = coarse[max(0, position - 1)].servers
+    high = coarse[min(len(coarse) - 1, position + 1)].servers
+    if high - low <= 2:
+        return best
+    return fastest([with_split(s, servers) for servers in range(low, high + 1)])
+
+
+def best_bound(s: System, w: Workload, *, of_most: float = 0.98, largest: int = 64) -> int:
+    """The smallest whole α with ``of_most`` of the throughput of ``largest`` (in-flight cap)."""
+
+    def rate(alpha: int) -> float:
+        return predict(msgspec.structs.replace(s, bound=float(alpha)), w).trajectories_per_s
+
+    enough = of_most * rate(largest)
+    return next(alpha for alpha in range(largest + 1) if rate(alpha) >= enough)
