@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shlex
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from types import ModuleType
+
+import msgspec
 
 from asyncrl import __version__
-from asyncrl.config import Recipe, RecipeError, dumps, load
+from asyncrl.config import Recipe, RecipeError, dumps, load, under_preset
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,6 +49,18 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--run-dir", type=Path, help="where the run is written (default: runs/RECIPE-TIME)")
     train.set_defaults(run=_train)
 
+    sim = commands.add_parser("sim", help="run recipes on virtual time, against simulated servers and trainer")
+    _add_recipe(sim, nargs="+")
+    sim.add_argument("--run-dir", type=Path, help="where the run is written (default: runs/sim-RECIPE-TIME)")
+    sim.add_argument("--seed", type=int, metavar="S", help="play this seed, in place of the recipe's")
+    mode = sim.add_mutually_exclusive_group()
+    mode.add_argument("--seeds", type=int, metavar="N", help="play seeds S, S+1, … on all cores, and write nothing")
+    mode.add_argument("--check-determinism", action="store_true", help="play twice and compare the traces")
+    mode.add_argument("--compare", action="store_true", help="play several recipes, and draw them side by side")
+    sim.add_argument("--presets", metavar="A,B,…", help="with --compare: each recipe under these presets")
+    sim.add_argument("--jobs", type=int, default=0, metavar="J", help="processes of --seeds (default: one a core)")
+    sim.set_defaults(run=_sim)
+
     check = commands.add_parser("check", help="print a recipe as resolved, and start nothing")
     _add_recipe(check)
     check.set_defaults(run=_check)
@@ -57,8 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="recipe.toml, or its folder")
+def _add_recipe(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    parser.add_argument("recipe", nargs=nargs, help="recipe.toml, or its folder")
     parser.add_argument("--with", dest="files", action="append", default=[], metavar="FILE", help="TOML laid over it")
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="e.g. staleness.bound=2"
@@ -85,6 +101,91 @@ def _report(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 0
 
 
+def _sim(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from asyncrl.build import simulate
+    from asyncrl.observe.run_dir import RunDirError
+
+    recipes = [load(path, files=args.files, overrides=args.overrides) for path in args.recipe]
+    if args.seed is not None:
+        recipes = [msgspec.structs.replace(recipe, seed=args.seed) for recipe in recipes]
+    if len(recipes) > 1 and not args.compare:
+        raise RecipeError("more than one recipe: say --compare to draw them side by side")
+    if args.presets and not args.compare:
+        raise RecipeError("--presets: say --compare with it")
+    recipe = recipes[0]
+    replay = f"asyncrl {shlex.join(_without(arguments, '--seeds', '--seed', '--jobs', '--run-dir'))}"
+    if args.seeds is not None:
+        return _sweep(simulate, recipe, args, replay)
+    if args.check_determinism:
+        events, difference = simulate.first_difference(recipe)
+        print(f"{recipe.name}: seed {recipe.seed}, {events:,} events, " + ("the same twice" if not difference else ""))
+        if difference:
+            print(f"asyncrl: not deterministic; {difference}", file=sys.stderr)
+        return int(bool(difference))
+    now = datetime.now().astimezone()
+    run_dir = args.run_dir or Path("runs") / f"sim-{recipe.name}-{now:%Y%m%d-%H%M%S}"
+    about = {"command": ["asyncrl", *arguments], "started": now.isoformat(timespec="seconds"), "out": sys.stdout}
+    try:
+        if args.compare:
+            return int(simulate.compare(_variants(args, recipes), run_dir, **about) > 0)
+        print(f"seed {recipe.seed}")
+        _, error = simulate.simulate(recipe, run_dir, **about)
+    except RunDirError as failure:
+        raise RecipeError(str(failure)) from None
+    if error is not None:
+        if simulate.is_bug(error):
+            traceback.print_exception(error)
+        print(f"asyncrl: {simulate.one_line(error)}", file=sys.stderr)
+        print(f"asyncrl: {replay} --seed {recipe.seed}   plays it again", file=sys.stderr)
+    return int(error is not None)
+
+
+def _variants(args: argparse.Namespace, recipes: Sequence[Recipe]) -> list[tuple[str, Recipe]]:
+    """(name, recipe) of each run to compare; names are unique."""
+    variants: list[tuple[str, Recipe]] = []
+    for recipe in recipes:
+        if args.presets:
+            for preset in args.presets.split(","):
+                name = preset if len(recipes) == 1 else f"{recipe.name} {preset}"
+                variants.append((name, under_preset(recipe, preset)))
+        else:
+            variants.append((recipe.name, recipe))
+    names = [name for name, _ in variants]
+    if len(set(names)) < len(names):
+        variants = [(f"{i} {name}", recipe) for i, (name, recipe) in enumerate(variants, start=1)]
+    return variants
+
+
+def _sweep(simulate: ModuleType, recipe: Recipe, args: argparse.Namespace, replay: str) -> int:
+    from rich.progress import track
+
+    seeds = range(recipe.seed, recipe.seed + args.seeds)
+    outcomes = sorted(
+        track(simulate.sweep(recipe, seeds, args.jobs), total=len(seeds), description=recipe.name),
+        key=lambda o: o.seed,
+    )
+    for line in simulate.table_of(outcomes):
+        print(line)
+    bugs = [o for o in outcomes if o.bug]
+    for o in bugs[:10]:
+        print(f"asyncrl: {replay} --seed {o.seed}   plays the first again: {o.error}", file=sys.stderr)
+    return int(bool(bugs))
+
+
+def _without(arguments: Sequence[str], *options: str) -> list[str]:
+    """The command line without these options and their values."""
+    kept: list[str] = []
+    skip = False
+    for argument in arguments:
+        if skip:
+            skip = False
+        elif argument in options:
+            skip = True
+        elif not any(argument.startswith(f"{option}=") for option in options):
+            kept.append(argument)
+    return kept
+
+
 def _train(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     import uvloop
 
@@ -96,7 +197,8 @@ def _train(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 async def _train_until_signal(recipe: Recipe, run_dir: Path, command: list[str], started: str) -> int:
     """The run, cancelled by the first SIGINT or SIGTERM; a second one cuts the clean-up short."""
-    from asyncrl.build.real import one_line, train
+    from asyncrl.build.errors import leaves, one_line
+    from asyncrl.build.real import train
     from asyncrl.observe.run_dir import RunDirError
     from asyncrl.ports import EngineError, TooManyStuck, TrainerError
     from asyncrl.processes import ChildError
@@ -128,21 +230,14 @@ async def _train_until_signal(recipe: Recipe, run_dir: Path, command: list[str],
     except RecipeError:
         raise
     except Exception as error:
-        leaves = _leaves(error)
-        known = [e for e in leaves if isinstance(e, (*expected, RecipeError))]
-        if len(known) < len(leaves):
+        causes = leaves(error)
+        known = [e for e in causes if isinstance(e, (*expected, RecipeError))]
+        if len(known) < len(causes):
             traceback.print_exception(error)
         for e in dict.fromkeys(str(k) for k in known) if known else [one_line(error)]:
             print(f"asyncrl: {e}", file=sys.stderr)
         return 1
     return 0
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    """The exceptions of a group, without the groups."""
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for member in error.exceptions for leaf in _leaves(member)]
-    return [error]
 
 
 if __name__ == "__main__":

@@ -92,6 +92,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         observer=world.observer,
         version=version,
         replicate=rollout.expand_num_return_sequences,
+        queue_scheduling=rollout.queue_scheduling,
         filter_zero_variance=rollout.filter_zero_variance,
         retries=recipe.env.retries,
         total_groups=(recipe.run.steps - version) * rollout.batch_groups,

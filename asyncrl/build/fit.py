@@ -1,6 +1,6 @@
 """Fitting the cost model to live servers: ``asyncrl plan RECIPE --fit`` (StaleFlow appendix B).
 
-``measure`` puts loads on servers through the Engine port and takes times from the loop's clock, so it also runs against
+``measure`` puts loads on servers through the Engine port and takes times from a given clock, so it also runs against
 simulated servers on virtual time. ``fit`` starts the recipe's servers (or takes those that run), measures, regresses
 (``core/fitting.py``) and writes the profile.
 
@@ -26,6 +26,7 @@ import shutil
 import string
 import sys
 import tempfile
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from importlib.metadata import version as package_version
@@ -61,12 +62,12 @@ class Effort(Record, frozen=True, kw_only=True):
     quick: bool = False
 
 
-FULL = Effort(rounds=5, budget_s=900.0)
-QUICK = Effort(rounds=2, budget_s=90.0, quick=True)
+FULL = Effort(rounds=9, budget_s=900.0)
+QUICK = Effort(rounds=3, budget_s=90.0, quick=True)
 
 
 class Stream(Record, frozen=True, kw_only=True):
-    """One request as its client saw it: ``arrivals`` are (seconds, tokens so far) of each chunk. Loop time."""
+    """One request as its client saw it: ``arrivals`` are (seconds, tokens so far) of each chunk."""
 
     sent: float
     arrivals: tuple[tuple[float, int], ...]
@@ -80,12 +81,20 @@ class Measured(Record, frozen=True, kw_only=True):
 
 class Client:
     """Puts loads on one server. ``alphabet`` are ids of plain text, which prompts are drawn from: all different, so
-    that no prefix cache helps."""
+    that no prefix cache helps. ``clock`` gives the seconds of arrivals."""
 
     def __init__(
-        self, engine: Engine, *, alphabet: Sequence[int], rng: random.Random, temperature: float, top_p: float
+        self,
+        engine: Engine,
+        *,
+        clock: Callable[[], float],
+        alphabet: Sequence[int],
+        rng: random.Random,
+        temperature: float,
+        top_p: float,
     ) -> None:
         self.engine = engine
+        self._clock = clock
         self._alphabet = alphabet
         self._rng = rng
         self._temperature = temperature
@@ -118,14 +127,13 @@ class Client:
             top_p=self._top_p,
             ignore_eos=True,
         )
-        clock = asyncio.get_running_loop().time
-        sent, tokens, cached, finish = clock(), 0, 0, None
+        sent, tokens, cached, finish = self._clock(), 0, 0, None
         arrivals: list[tuple[float, int]] = []
         async for chunk in self.engine.generate(request):
             tokens += len(chunk.output_ids)
             cached = max(cached, chunk.cached_tokens)
             finish = chunk.finish_reason
-            arrivals.append((clock(), tokens))
+            arrivals.append((self._clock(), tokens))
         if finish != "length" or tokens != load.new:
             raise FitError(
                 f"{self.engine.name} ended a request of {load.new} tokens after {tokens} ({finish}); was it paused?"
@@ -250,6 +258,7 @@ async def fit(
         clients = [
             Client(
                 engine,
+                clock=time.perf_counter,  # uvloop's own has milliseconds, which is a whole step of a small model
                 alphabet=alphabet,
                 rng=random.Random(f"{recipe.seed}/fit/{i}"),
                 temperature=sampling.temperature,

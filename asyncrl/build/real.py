@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from asyncrl.build.assemble import Run, World, assemble
+from asyncrl.build.errors import one_line
 from asyncrl.build.setup import set_up
 from asyncrl.config import Recipe, dumps
 from asyncrl.core.ledger import Ledger
@@ -186,11 +187,3 @@ def _gauge(recorder: Recorder, run: Run) -> None:
         ("envs/retried", buffer.retried),
     ):
         recorder.counter(name, now, value)
-
-
-def one_line(error: BaseException) -> str:
-    """The first line of the first cause: an ExceptionGroup is as many lines as it has members."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    text = str(error).splitlines()[0] if str(error) else ""
-    return text or type(error).__name__

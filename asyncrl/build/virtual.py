@@ -12,6 +12,7 @@ from asyncrl.config import Recipe
 from asyncrl.core.types import Task
 from asyncrl.env import Env
 from asyncrl.loading import load_own
+from asyncrl.ports import Observer
 from asyncrl.runtime.controller import Service
 from asyncrl.sim.engine import Lengths, SimEngine
 from asyncrl.sim.trace import TraceRecorder
@@ -34,6 +35,7 @@ async def simulated(
     env: Callable[[random.Random], Env] | None = None,
     services: Sequence[Service] = (),
     context_length: int | None = None,
+    observer: Observer | None = None,
 ) -> Simulation:
     """Wire a run of ``recipe``. To be awaited on a ``VirtualLoop`` (sim/loop.py).
 
@@ -65,7 +67,7 @@ async def simulated(
         transport=SimTransport(),
         tokenizer=SimTokenizer(),
         blocking=SimBlocking(rng=random.Random(rng.random())),
-        observer=trace,
+        observer=observer or trace,
         train_tasks=[Task(id=f"task {i}", data={"prompt": f"task {i} "}) for i in range(1000)],
         heldout_tasks=[Task(id=f"heldout {i}", data={"prompt": f"heldout {i} "}) for i in range(16)],
         make_env=lambda: (env or (lambda r: SimEnv(rng=r, turns=recipe.env.max_turns)))(env_rng),

@@ -15,10 +15,11 @@ from __future__ import annotations
 import asyncio
 import heapq
 from array import array
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
-from asyncrl.core.policy.routing import RequestView
+from asyncrl.core.policy.routing import RequestView, has_room
 from asyncrl.core.snapshot import FleetSnapshot, InstanceSnapshot
 from asyncrl.core.types import Record
 from asyncrl.ports import Engine, EngineError, EngineInfo, EngineRejected, GenerateRequest, Observer
@@ -55,10 +56,24 @@ class Completion(Record, frozen=True, kw_only=True):
     interruptions: int
 
 
+_Waiting = tuple[int, int, RequestView, "asyncio.Future[Instance]"]
+
+
 class Instance:
     """The book entry of one server; what routing reads (``InstanceView``)."""
 
-    __slots__ = ("down_since", "engine", "max_running", "max_tokens", "name", "running", "tokens", "up", "version")
+    __slots__ = (
+        "down_since",
+        "engine",
+        "held",
+        "max_running",
+        "max_tokens",
+        "name",
+        "running",
+        "tokens",
+        "up",
+        "version",
+    )
 
     def __init__(self, engine: Engine, info: EngineInfo) -> None:
         self.engine = engine
@@ -70,6 +85,8 @@ class Instance:
         self.tokens = 0
         self.up = True
         self.down_since = 0.0
+        self.held: deque[_Waiting] = deque()
+        """Requests that wait for this very server: routing chose it though it had no room."""
 
     def snapshot(self) -> InstanceSnapshot:
         return InstanceSnapshot(
@@ -125,9 +142,10 @@ class LLMProxy:
         self._probe_s = probe_s
         self._patience_s = patience_s
         self._instances: list[Instance] = []
-        self._waiting: list[tuple[int, int, RequestView, asyncio.Future[Instance]]] = []
+        self._waiting: list[_Waiting] = []
         """Heap by (V_traj, arrival). Cancelled futures are skipped."""
         self._sequence = 0
+        self._arrivals = 0
         self._suspended = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -171,6 +189,8 @@ class LLMProxy:
     def mark_down(self, instance: Instance, error: Exception) -> None:
         """The server failed: no more requests until it is back. Those it runs come back by themselves."""
         self._last_error = str(error)
+        while instance.held:
+            heapq.heappush(self._waiting, instance.held.popleft())
         if instance.up:
             instance.up = False
             instance.down_since = asyncio.get_running_loop().time()
@@ -179,11 +199,17 @@ class LLMProxy:
                 self.available.clear()
             self._observer.instant(instance.name, "down", instance.down_since, {"error": str(error)})
         self._trouble.set()
+        self._assign()
 
     def snapshot(self) -> FleetSnapshot:
         return FleetSnapshot(
             instances=tuple(i.snapshot() for i in self._instances),
-            waiting=sum(1 for *_, future in self._waiting if not future.done()),
+            waiting=sum(
+                1
+                for queue in (self._waiting, *(i.held for i in self._instances))
+                for *_, future in queue
+                if not future.done()
+            ),
             suspended=self._suspended,
         )
 
@@ -212,13 +238,15 @@ class LLMProxy:
                 f"servers' context of {self._context_length}; lower rollout.max_tokens"
             )
         replies = [_Reply() for _ in range(n)]
+        arrival = self._arrivals
+        self._arrivals += 1
         while unfinished := [r for r in replies if r.finish_reason is None]:
             if len(unfinished) == 1 or not any(r.output_ids for r in unfinished):
-                await self._attempt(prompt, unfinished, on_running)
+                await self._attempt(prompt, unfinished, arrival, on_running)
             else:  # replies of one request that was cut at different lengths go on one by one
                 async with asyncio.TaskGroup() as group:
                     for reply in unfinished:
-                        group.create_task(self._finish_one(prompt, reply))
+                        group.create_task(self._finish_one(prompt, reply, arrival))
         return [
             Completion(
                 output_ids=r.output_ids,
@@ -231,11 +259,13 @@ class LLMProxy:
             for r in replies
         ]
 
-    async def _finish_one(self, prompt: Prompt, reply: _Reply) -> None:
+    async def _finish_one(self, prompt: Prompt, reply: _Reply, arrival: int) -> None:
         while reply.finish_reason is None:
-            await self._attempt(prompt, [reply], lambda running: None)
+            await self._attempt(prompt, [reply], arrival, lambda running: None)
 
-    async def _attempt(self, prompt: Prompt, replies: list[_Reply], on_running: Callable[[bool], None]) -> None:
+    async def _attempt(
+        self, prompt: Prompt, replies: list[_Reply], arrival: int, on_running: Callable[[bool], None]
+    ) -> None:
         """One exchange with one server. Afterwards each reply has ended, or was interrupted and kept its tokens."""
         first = replies[0]
         ids = prompt.ids + first.output_ids if first.output_ids else prompt.ids
@@ -245,7 +275,13 @@ class LLMProxy:
             return
         if first.fruitless >= MAX_FRUITLESS:
             raise EngineRejected(f"{first.server} cut a request {first.fruitless} times without a token; see its log")
-        view = RequestView(v_traj=prompt.v_traj, tokens=len(ids), slots=len(replies), home=first.server or prompt.home)
+        view = RequestView(
+            v_traj=prompt.v_traj,
+            tokens=len(ids),
+            slots=len(replies),
+            home=first.server or prompt.home,
+            sequence=arrival,
+        )
         instance = await self._acquire(view)
         self._sequence += 1
         request = GenerateRequest(
@@ -313,19 +349,37 @@ class LLMProxy:
 
     def _assign(self) -> None:
         """Give waiting requests to servers with room, oldest V_traj first; a request that fits nowhere holds its place
-        in front, so that long ones do not starve."""
+        in front, so that long ones do not starve. Where routing names a server without room, only those of the same
+        server wait behind it."""
         while self._waiting and not self._suspended:
-            _, _, view, future = self._waiting[0]
+            waiting = self._waiting[0]
+            _, _, view, future = waiting
             if not future.done():
                 instance = self._route(view, self._instances)
                 if instance is None:
                     return
-                instance.running += view.slots
-                instance.tokens += view.tokens
-                self._idle.clear()
-                self._report(instance)
-                future.set_result(instance)
+                if instance.held or not has_room(view, instance):
+                    instance.held.append(waiting)
+                else:
+                    self._give(instance, view, future)
             heapq.heappop(self._waiting)
+
+    def _assign_held(self, instance: Instance) -> None:
+        """Room may have appeared on this server, for those that wait for it."""
+        while instance.held and not self._suspended:
+            _, _, view, future = instance.held[0]
+            if not future.done():
+                if not has_room(view, instance):
+                    return
+                self._give(instance, view, future)
+            instance.held.popleft()
+
+    def _give(self, instance: Instance, view: RequestView, future: asyncio.Future[Instance]) -> None:
+        instance.running += view.slots
+        instance.tokens += view.tokens
+        self._idle.clear()
+        self._report(instance)
+        future.set_result(instance)
 
     def _release(self, instance: Instance, view: RequestView, tokens: int) -> None:
         instance.running -= view.slots
@@ -333,6 +387,7 @@ class LLMProxy:
         self._report(instance)
         if not any(i.running for i in self._instances):
             self._idle.set()
+        self._assign_held(instance)
         self._assign()
 
     # --- suspend → model_update → resume (ROLL Flash §4.2)
@@ -375,6 +430,8 @@ class LLMProxy:
                 if instance.up:
                     group.create_task(resume(instance))
         self._suspended = False
+        for instance in self._instances:
+            self._assign_held(instance)
         self._assign()
 
     # --- failed servers

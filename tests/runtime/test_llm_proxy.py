@@ -8,6 +8,7 @@ from array import array
 
 import pytest
 
+from asyncrl.core.policy.routing import round_robin
 from asyncrl.ports import Chunk, EngineRejected
 from asyncrl.runtime.llm_proxy import MAX_FRUITLESS, Completion, FleetDown, LLMProxy, Prompt
 from asyncrl.sim.engine import GENERATED, SimEngine
@@ -287,3 +288,41 @@ def test_cancelling_a_request_at_any_await_frees_its_room() -> None:
             break
         turn += 1
     assert ended > 20, "the sweep must have cancelled the victim at many awaits while the others went on"
+
+
+def test_static_routing_holds_only_those_of_the_same_server() -> None:
+    """Round robin over a slow and a fast server with one slot each: the fast one's requests do not wait for the slow
+    one's, and each server plays exactly its own."""
+
+    async def main() -> dict[str, list[float]]:
+        engines = [sim_engine("slow", length=100, max_running=1), sim_engine("fast", length=10, max_running=1)]
+        proxy = await proxy_over(*engines, route=round_robin)
+        ended: dict[str, list[float]] = {"slow": [], "fast": []}
+
+        async def one() -> None:
+            [completion] = await proxy.generate(prompt())
+            ended[completion.server].append(asyncio.get_running_loop().time())
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(6):
+                group.create_task(one())
+        assert books_are_empty(proxy)
+        return ended
+
+    ended = run(main())
+    assert [len(times) for times in ended.values()] == [3, 3]
+    assert max(ended["fast"]) < min(ended["slow"])
+
+
+def test_requests_that_wait_for_a_server_that_dies_go_elsewhere() -> None:
+    async def main() -> list[str]:
+        engines = [sim_engine(f"server {i}", max_running=1) for i in range(2)]
+        proxy = await proxy_over(*engines, route=round_robin)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(proxy.generate(prompt())) for _ in range(6)]
+            await asyncio.sleep(0.01)
+            engines[1].kill()
+        assert books_are_empty(proxy)
+        return [completion.server for task in tasks for completion in task.result()]
+
+    assert run(main()) == ["server 0"] * 6

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from asyncrl.build.virtual import Simulation, simulated
 from asyncrl.config import Recipe, load_table
 from asyncrl.core.ledger import FINAL
+from asyncrl.core.policy.routing import least_loaded
 from asyncrl.env import Env
 from asyncrl.ports import EngineInfo
 from asyncrl.runtime.llm_proxy import LLMProxy
@@ -58,7 +59,7 @@ def random_recipe(seed: int) -> Recipe:
             "count": rng.randint(1, 3),
             "max_running_requests": rng.randint(group_size, 8),
             "stream_interval": rng.choice([0, 1, 8]),
-            "routing": rng.choice(["least_loaded", "prefix_affine"]),
+            "routing": rng.choice(["least_loaded", "prefix_affine", "round_robin"]),
         },
     )
 
@@ -128,10 +129,8 @@ def check_laws(settings: Recipe, simulation: Simulation) -> None:
 
 
 async def proxy_over(*engines: SimEngine, **kwargs: Any) -> LLMProxy:
-    """An LLMProxy over simulated servers, least loaded first."""
-    from asyncrl.core.policy.routing import least_loaded
-
-    proxy = LLMProxy(route=least_loaded, observer=TraceRecorder(), context_length=1000, **kwargs)
+    """An LLMProxy over simulated servers, least loaded first unless ``route`` says otherwise."""
+    proxy = LLMProxy(observer=TraceRecorder(), context_length=1000, **{"route": least_loaded, **kwargs})
     for engine in engines:
         info: EngineInfo = await engine.connect()
         proxy.add(engine, info)

@@ -1,0 +1,146 @@
+"""What the figure scripts share: simulating many recipes on all cores, and the paper's number beside ours.
+
+A script is a module docstring, a ``measure(quick)`` that returns its points, and a ``draw(points)`` that plots them:
+
+    python bench/figures/SCRIPT.py [--quick] [--json FILE] [--plot FILE] [--jobs N]
+
+``--json`` writes a list of {figure, point, paper, ours, assumption}; ``paper`` is null where the paper prints none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from matplotlib.figure import Figure
+
+from asyncrl.build.simulate import play
+from asyncrl.config import Recipe, load_table
+from asyncrl.observe.summary import Summary
+from asyncrl.observe.tally import Tally
+from asyncrl.ports import StepMetrics
+
+
+class Point(msgspec.Struct, kw_only=True, omit_defaults=False):
+    """One number of a figure. ``assumption`` says what the paper leaves open and what was taken for it."""
+
+    figure: str
+    point: str
+    paper: float | None
+    ours: float
+    assumption: str = ""
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """A simulated run: a metrics line for every step (observe/tally.py), and the summary."""
+
+    steps: list[dict[str, float]]
+    summary: Summary
+
+    def mean(self, key: str, skip: int = 0) -> float:
+        """Mean of a metric over the steps after the first ``skip``."""
+        values = [line[key] for line in self.steps[skip:] if key in line]
+        return sum(values) / len(values)
+
+    def period(self, skip: int = 0) -> float:
+        """Seconds from one step's end to the next, over the steps after the first ``skip`` (at least one)."""
+        begin, last = self.steps[max(skip, 1) - 1]["time/at"], self.steps[-1]["time/at"]
+        return (last - begin) / (len(self.steps) - max(skip, 1))
+
+
+class _Lines(Tally):
+    """Keeps the metrics line of every step."""
+
+    def __init__(self, recipe: Recipe, clock: Callable[[], float]) -> None:
+        super().__init__(recipe, clock)
+        self.lines: list[dict[str, float]] = []
+
+    def step(self, metrics: StepMetrics) -> None:
+        super().step(metrics)
+        self.lines.append(self.metrics)
+
+
+def simulated(recipe: Recipe) -> Result:
+    """The whole recipe on virtual time. Raises whatever ended it early."""
+    tallies: list[_Lines] = []
+
+    def observe(clock: Callable[[], float]) -> Tally:
+        tallies.append(_Lines(recipe, clock))
+        return tallies[0]
+
+    books, error = play(recipe, observe)
+    if error is not None:
+        raise error
+    [tally] = tallies
+    summary = tally.summary(exit="finished", started="", command=(), ledger=books.counts())
+    return Result(steps=tally.lines, summary=summary)
+
+
+def merge(*tables: dict[str, Any]) -> dict[str, Any]:
+    """Later tables win, key by key."""
+    merged: dict[str, Any] = {}
+    for table in tables:
+        for key, value in table.items():
+            old = merged.get(key)
+            merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+JOBS = len(os.sched_getaffinity(0))
+
+
+def simulate_all(tables: Sequence[dict[str, Any]]) -> list[Result]:
+    """Simulate recipes given as tables, on all cores, in their order."""
+    recipes = [load_table(table) for table in tables]
+    if JOBS == 1 or len(recipes) == 1:
+        return [simulated(recipe) for recipe in recipes]
+    with ProcessPoolExecutor(JOBS, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(simulated, recipes))
+
+
+def main(
+    name: str,
+    measure: Callable[[bool], list[Point]],
+    draw: Callable[[Figure, list[Point]], None],
+    size: tuple[float, float] = (9.0, 5.0),
+) -> None:
+    """Run a figure script from its command line."""
+    doc = sys.modules["__main__"].__doc__ or name
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a few points, under a minute")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", default=Path(__file__).parent / "plots" / f"{name}.png")
+    parser.add_argument("--jobs", type=int, default=JOBS, help="processes")
+    args = parser.parse_args()
+    globals()["JOBS"] = max(1, args.jobs)
+    began = time.perf_counter()
+    points = measure(args.quick)
+    _table(points)
+    print(f"\n{time.perf_counter() - began:.0f} s on {args.jobs} processes")
+    if args.json:
+        rows = [msgspec.to_builtins(point) for point in points]
+        args.json.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+    if not args.quick:
+        figure = Figure(figsize=size, dpi=110, layout="constrained")
+        draw(figure, points)
+        args.plot.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(args.plot)
+        print(args.plot)
+
+
+def _table(points: Sequence[Point]) -> None:
+    width = max(len(p.point) for p in points) + 2
+    print(f"{'':{width}}{'paper':>10}{'ours':>10}")
+    for p in points:
+        print(f"{p.point:{width}}{'-' if p.paper is None else format(p.paper, '10.3g'):>10}{p.ours:>10.3g}")
+    for assumption in dict.fromkeys(p.assumption for p in points if p.assumption):
+        print(f"assumption: {assumption}")
