@@ -268,9 +268,9 @@ async def fit(
         ]
         measured = await measure(clients, *loads, effort, note)
         about: dict[str, str | int] = {
+            "recipe": recipe.name,
             "engine": recipe.engine.kind,
             "servers": len(engines),
-            "model": Path(recipe.model.path).name,
             "model_type": model_type,
             "dtype": recipe.model.dtype,
             "max_running_requests": max_running,

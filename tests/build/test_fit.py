@@ -43,7 +43,8 @@ def server(name: str = "server 0", cost: CostModel = COST, interval: int = 8, **
 
 
 def client(engine: Any) -> Client:
-    return Client(engine, alphabet=range(48, 58), rng=random.Random(1), temperature=1.0, top_p=1.0)
+    clock = asyncio.get_running_loop().time
+    return Client(engine, clock=clock, alphabet=range(48, 58), rng=random.Random(1), temperature=1.0, top_p=1.0)
 
 
 def cause(error: BaseException) -> BaseException:
