@@ -68,16 +68,18 @@ class FailureWindow:
     def __init__(self, *, size: int, max_rate: float) -> None:
         self._outcomes: deque[EpisodeFailed | None] = deque(maxlen=size)
         self._max_rate = max_rate
+        self._gave_up = False
 
     def succeeded(self) -> None:
         self._outcomes.append(None)
 
     def failed(self, failure: EpisodeFailed) -> None:
-        """Raises ``EnvFailing`` when this was one too many."""
+        """Raises ``EnvFailing`` when this was one too many: once, however many fail in the same tick."""
         self._outcomes.append(failure)
         failures = [f for f in self._outcomes if f is not None]
         rate = len(failures) / len(self._outcomes)
-        if len(self._outcomes) == self._outcomes.maxlen and rate > self._max_rate:
+        if len(self._outcomes) == self._outcomes.maxlen and rate > self._max_rate and not self._gave_up:
+            self._gave_up = True
             raise EnvFailing(
                 f"{rate:.0%} of the last {len(self._outcomes)} episodes failed (env.max_failure_rate is "
                 f"{self._max_rate:.0%}); the first of them was {failures[0]}\n{failures[0].details}".rstrip()

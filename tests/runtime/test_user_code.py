@@ -219,3 +219,11 @@ def test_the_end_comes_with_the_first_failure_and_its_traceback() -> None:
         "100% of the last 2 episodes failed (env.max_failure_rate is 40%); the first of them was step: the cause"
     )
     assert details == ["Traceback:", "  File x"]
+
+
+def test_the_run_ends_once_however_many_fail_together() -> None:
+    window = FailureWindow(size=2, max_rate=0.0)
+    window.failed(EpisodeFailed("step", "first"))
+    with pytest.raises(EnvFailing):
+        window.failed(EpisodeFailed("step", "second"))
+    window.failed(EpisodeFailed("step", "third"))  # a thousand others that fail in the same tick are no news
