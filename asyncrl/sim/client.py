@@ -4,9 +4,9 @@
 control calls in flight, a ``Load`` is what one of them asked for. ``sim/engine.py`` owns them, puts chunks and errors
 in, and answers the calls.
 
-    Stream.next()     waits for: the next chunk or error    woken by: put()
-    Calls.wait()      waits for: an answer                  woken by: the engine, break_off(), its deadline
-    Deadlines         one timer, at the earliest deadline
+    Stream.something()    waits for: the next chunk or error    woken by: put()
+    Calls.wait()          waits for: an answer                  woken by: the engine, break_off(), its deadline
+    Deadlines             one timer, at the earliest deadline
 """
 
 from __future__ import annotations
@@ -66,17 +66,10 @@ class Stream:
         """Those whose last chunk was not sent yet; none once the connection broke."""
         self.waiter: asyncio.Future[None] | None = None
 
-    async def next(self) -> Chunk | None:
-        """The next chunk; None behind the last one. Raises ``EngineError``."""
-        while not self.outbox:
-            if not self.replies:
-                return None
-            self.waiter = asyncio.get_running_loop().create_future()
-            await self.waiter
-        item = self.outbox.popleft()
-        if isinstance(item, EngineError):
-            raise item
-        return item
+    def something(self) -> asyncio.Future[None]:
+        """Done when the outbox is no longer empty."""
+        self.waiter = asyncio.get_running_loop().create_future()
+        return self.waiter
 
     def put(self, item: Chunk | EngineError) -> None:
         self.outbox.append(item)

@@ -145,8 +145,14 @@ class SimEngine:
         stream = self._open(request)
         abandoned = False
         try:
-            while (chunk := await stream.next()) is not None:
-                yield chunk
+            while stream.replies or stream.outbox:
+                if not stream.outbox:
+                    await stream.something()
+                    continue
+                item = stream.outbox.popleft()
+                if isinstance(item, EngineError):
+                    raise item
+                yield item
         except (asyncio.CancelledError, GeneratorExit):
             abandoned = True
             raise
@@ -393,6 +399,9 @@ class SimEngine:
         now = self._clock()
         while True:
             self._book()
+            if self._settling:  # those who were sent something come first: they may have the next request
+                self._arm(None)
+                return
             while self._loads and self._load_weights(now):
                 pass
             until = self._server.plan(now, admit=not self._paused and not self._loads)
@@ -408,7 +417,11 @@ class SimEngine:
             self._timer = None
         if until is not None:
             assert self._loop is not None
-            self._timer = self._loop.call_at(until + self._lost, self._settle)
+            self._timer = self._loop.call_at(until + self._lost, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._settle()
 
     def _load_weights(self, now: float) -> bool:
         """The first load begins once nothing runs (who waits, waits on), and ends ``load_s`` later. True if it did."""

@@ -150,6 +150,8 @@ class Server(Generic[S]):
         """Its steps decode."""
         self._chunk = 0
         """Tokens that each of its steps prefills."""
+        self._goes_on = False
+        """Nothing has to be decided at its end."""
 
     # --- what it holds
 
@@ -203,47 +205,61 @@ class Server(Generic[S]):
         """Book the steps that have ended. Returns the sequences that have new tokens to report, in order, each with
         its finish reason if it has left."""
         self._now = now
-        if not self._planned:
-            return []
-        if now >= self._until - EPS:
-            steps, end = self._planned, self._until
-        elif self._planned == 1:
-            return []
-        else:
-            n = self._decoding if self._decodes else 0
-            elapsed = (now - self._at) / self._slow
-            steps = min(self.cost.steps_in(elapsed, n, self._kv, self._chunk), self._planned - 1)
-            end = self._at + self._slow * self.cost.time_of(steps, n, self._kv, self._chunk)
-        self.busy_s += end - self._at
-        self._at = end
-        self._planned -= steps
-        if self._decodes:
-            tokens = steps * self._decoding
-            self.steps += steps
-            self._kv += tokens
-            self._private += tokens
-            self._evict()
-        if self._chunk:
-            self._prefill(steps * self._chunk)
-        return self._report()
+        found: list[tuple[S, str | None]] = []
+        while self._planned and not found:
+            if now >= self._until - EPS:
+                steps, end = self._planned, self._until
+            elif self._planned == 1:
+                break
+            else:
+                n = self._decoding if self._decodes else 0
+                elapsed = (now - self._at) / self._slow
+                steps = min(self.cost.steps_in(elapsed, n, self._kv, self._chunk), self._planned - 1)
+                if not steps:
+                    break
+                end = self._at + self._slow * self.cost.time_of(steps, n, self._kv, self._chunk)
+            self.busy_s += end - self._at
+            self._at = end
+            self._planned -= steps
+            if self._decodes:
+                tokens = steps * self._decoding
+                self.steps += steps
+                self._kv += tokens
+                self._private += tokens
+                self._evict()
+            if self._chunk:
+                self._prefill(steps * self._chunk)
+            if self._due and self._due[0][0] <= self.steps:
+                self._report(found)
+            if self._planned:
+                break
+            if self._goes_on and not found:
+                self._goes_on = False
+                self._stretch()
+        return found
 
     def plan(self, now: float, admit: bool) -> float | None:
-        """Let sequences in (if ``admit``) or out, and plan the next steps. When the next event is due, or None if there
-        is nothing to do."""
+        """Let sequences in (if ``admit``) or out, and plan the next steps. When to come back at the latest, or None if
+        there is nothing to do."""
         if self._planned and now > self._at + EPS:  # a step is in flight
             if admit and self.waiting and len(self.admitted) < self._max_running:
                 self._freeze()
-            return self._until
-        if now > self._at + EPS:  # was idle
-            self._at = now
-        self._preempt()
-        if admit:
-            self._admit()
-        return self._stretch()
+        else:
+            if now > self._at + EPS:  # was idle
+                self._at = now
+            self._preempt()
+            if admit:
+                self._admit()
+            self._stretch()
+        if not self._planned:
+            return None
+        # When a prefill ends and nobody waits, there is nothing to decide: decoding goes on to the next report.
+        self._goes_on = not (self._decodes or self._chunked or (admit and self.waiting))
+        return self._until + self._after_prefill() if self._goes_on else self._until
 
     # --- steps
 
-    def _stretch(self) -> float | None:
+    def _stretch(self) -> None:
         """Equal steps from here to the next event."""
         self._decodes, self._chunk = self._decoding > 0, 0
         if self._pending and not self._chunked:
@@ -258,21 +274,36 @@ class Server(Generic[S]):
             steps = self._steps_to_event()
         else:
             self._planned = 0
-            return None
+            return
         n = self._decoding if self._decodes else 0
         self._planned = steps
         self._until = self._at + self._slow * self.cost.time_of(steps, n, self._kv, self._chunk)
-        return self._until
 
     def _steps_to_event(self) -> int:
         """Decode steps until a sequence is due or the KV budget is full; at least one."""
-        due = self._due
-        while due[0][2].admission != due[0][1]:
-            heapq.heappop(due)
-        steps = due[0][0] - self.steps
+        steps = self._next_due() - self.steps
         if len(self.admitted) > 1:
             steps = min(steps, (self._max_tokens - self.used_tokens) // self._decoding)
         return max(1, steps)
+
+    def _next_due(self) -> int:
+        """The decode step at which a sequence is due. One must be decoding."""
+        due = self._due
+        while due[0][2].admission != due[0][1]:
+            heapq.heappop(due)
+        return due[0][0]
+
+    def _after_prefill(self) -> float:
+        """Seconds of decoding behind the prefill in flight until something can happen; never too long."""
+        n, kv, steps = self._decoding, self._kv, 1
+        if self._prefilling:
+            sequence = next(iter(self._prefilling))
+            n, kv = n + 1, kv + sequence.length
+            steps = self._until_report(sequence) - sequence.made
+        if self._decoding:
+            steps = min(steps, self._next_due() - self.steps)
+        steps = min(steps, (self._max_tokens - self.used_tokens) // max(1, n))
+        return self._slow * self.cost.time_of(steps, n, kv) if steps > 0 else 0.0
 
     def _freeze(self) -> None:
         """Nothing but the step in flight is certain any more."""
@@ -308,18 +339,20 @@ class Server(Generic[S]):
         self._kv += sequence.length
         self._expect(sequence)
 
-    def _expect(self, sequence: S) -> None:
-        """When it is to be reported next."""
+    def _until_report(self, sequence: S) -> int:
+        """How many tokens it will have made when it is to be reported next."""
         made = min(sequence.remaining, sequence.budget)
-        if self._stream_interval:
-            made = min(made, sequence.reported + self._stream_interval)
-        heapq.heappush(self._due, (sequence.start + made, sequence.admission, sequence))
+        return min(made, sequence.reported + self._stream_interval) if self._stream_interval else made
+
+    def _expect(self, sequence: S) -> None:
+        due = sequence.start + self._until_report(sequence)
+        heapq.heappush(self._due, (due, sequence.admission, sequence))
         if len(self._due) > 64 + 2 * self._decoding:
             self._due = [e for e in self._due if e[2].admission == e[1]]
             heapq.heapify(self._due)
 
-    def _report(self) -> list[tuple[S, str | None]]:
-        found: list[tuple[S, str | None]] = []
+    def _report(self, found: list[tuple[S, str | None]]) -> None:
+        """Add those that are due to ``found``."""
         while self._due and self._due[0][0] <= self.steps:
             _, admission, sequence = heapq.heappop(self._due)
             if sequence.admission != admission:
@@ -332,7 +365,6 @@ class Server(Generic[S]):
             else:
                 self._leave(sequence)
                 self._keep(sequence)
-        return found
 
     # --- in and out
 
