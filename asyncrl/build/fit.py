@@ -219,7 +219,7 @@ def _middle(points: Sequence[P]) -> P:
 def _seen(load: Load, points: Sequence[StepPoint | PrefillPoint]) -> str:
     what = f"n = {load.n}, prompt {load.prompt}"
     if not points:
-        return f"{what}: left out, the server did not run them all at once"
+        return f"{what}: the server did not run them all at once"
     return f"{what}: {1000 * _middle(points).seconds:.3g} ms {'a step' if load.new > 1 else 'to the first token'}"
 
 
@@ -229,7 +229,8 @@ async def fit(
     """Measure the servers of ``recipe``, or those at ``urls``, and write the profile to ``out``.
 
     Servers are started (and stopped) as for a run, unless ``urls`` or ``engine.urls`` name running ones; the setup
-    script runs first, if it has to. Raises ``RecipeError``, ``EngineError``, ``ChildError`` or ``FitError``.
+    script runs first, if it has to. k5 is for prompts of ``sim.prompt_tokens``. Raises ``RecipeError``,
+    ``EngineError``, ``ChildError`` or ``FitError``.
     """
     if urls:
         recipe = msgspec.structs.replace(recipe, engine=msgspec.structs.replace(recipe.engine, urls=list(urls)))
@@ -282,7 +283,7 @@ async def fit(
         }
         return Profile(
             about=about,
-            fit=fit_cost(measured.decode, measured.prefill),
+            fit=fit_cost(measured.decode, measured.prefill, prompt_tokens=max(1.0, recipe.sim.prompt_tokens.expected)),
             decode=measured.decode,
             prefill=measured.prefill,
         )
@@ -317,7 +318,7 @@ def describe(profile: Profile) -> list[str]:
         f"k1 {cost.k1:.3g} s a token of KV, k2 {cost.k2:.3g} s a step, k3 {cost.k3:.3g} s a sequence, "
         f"k4 {cost.k4:.3g} s a step, k5 {cost.k5:.3g} s a prefilled token",
         *fit.notes,
-        f"latency of a request beside its tokens: {1000 * fit.latency_s:.3g} ms",
+        f"latency of a load beside the work on it: {1000 * fit.latency_s:.3g} ms",
     ]
     lines += _table("a step", profile.decode, fit.decode)
     lines += _table("to the first token", profile.prefill, fit.prefill)

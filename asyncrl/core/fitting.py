@@ -80,11 +80,14 @@ class Quality(Record, frozen=True, kw_only=True):
 
 
 class Fit(Record, frozen=True, kw_only=True):
-    """``latency_s`` is what a request takes beside the work on its tokens (network, parsing); the cost model does not
-    have it. ``notes`` say what the measurements left open."""
+    """``latency_s`` passes before anything is computed, ``request_s`` is the work on a request beside its tokens
+    (parsing, scheduling), which the cost model's k5 holds for prompts of ``prompt_tokens``. ``notes`` say what the
+    measurements left open."""
 
     cost: CostModel
     latency_s: float
+    request_s: float
+    prompt_tokens: float
     decode: Quality
     prefill: Quality
     notes: tuple[str, ...] = ()
@@ -134,7 +137,7 @@ def plan_loads(
 # --- regression -------------------------------------------------------------------------------------------------------
 
 
-def fit_cost(steps: Sequence[StepPoint], prefills: Sequence[PrefillPoint]) -> Fit:
+def fit_cost(steps: Sequence[StepPoint], prefills: Sequence[PrefillPoint], *, prompt_tokens: float) -> Fit:
     """The cost model that fits the points best. Raises ``FitError`` for too few points, for points that do not differ
     enough, and for times that fall with the load.
 
@@ -149,8 +152,10 @@ def fit_cost(steps: Sequence[StepPoint], prefills: Sequence[PrefillPoint]) -> Fi
       one with the fewest coefficients above 0 is taken, then that with the earliest breakpoint.
     * A coefficient that would be negative is 0.
 
-    k5 is the slope of the time to the first token over the tokens to prefill, less the decode step that the cost model
-    charges for that token, so that a simulation of the same load takes as long as the load did.
+    The time to the first token, less the decode step that the cost model charges for it, is regressed on the number of
+    requests and on the tokens to prefill. The cost model has no place for what a request costs whatever its length, so
+    k5 is the slope over the tokens plus that cost spread over ``prompt_tokens``, the mean of the prompts that are to be
+    simulated: right for these, too dear for longer and too cheap for shorter ones.
     """
     _check_points(steps)
     k1, k2, k3, k4 = _fit_step(steps)
@@ -160,16 +165,24 @@ def fit_cost(steps: Sequence[StepPoint], prefills: Sequence[PrefillPoint]) -> Fi
     if k2 == 0.0:
         held = f"n = {min(p.n for p in steps)} … {max(p.n for p in steps)}"
         notes.append(f"no breakpoint within {held}: k2 is 0, and k4 holds all that does not depend on n")
-    latency, k5 = _fit_prefill(prefills, _cost(k1, k2, k3, k4))
-    if k5 == 0.0:
-        notes.append("k5 is 0: the first token does not come measurably later for longer prompts")
-    cost = _cost(k1, k2, k3, k4, k5)
+    latency, request, token = _fit_prefill(prefills, _cost(k1, k2, k3, k4))
+    if token == 0.0:
+        notes.append("a token of prefill costs nothing measurable")
+    if request > 0.0:
+        notes.append(
+            f"a request costs {1000 * request:.3g} ms beside {1e6 * token:.3g} µs a prompt token: k5 is right for "
+            f"prompts of {prompt_tokens:g} tokens in the mean"
+        )
+    cost = _cost(k1, k2, k3, k4, token + request / prompt_tokens)
     return Fit(
         cost=cost,
         latency_s=latency,
+        request_s=request,
+        prompt_tokens=prompt_tokens,
         decode=_quality([_step(cost, p.n, p.kv) for p in steps], [p.seconds for p in steps]),
         prefill=_quality(
-            [latency + k5 * p.tokens + _step(cost, p.n, p.kv) for p in prefills], [p.seconds for p in prefills]
+            [latency + request * p.n + token * p.tokens + _step(cost, p.n, p.kv) for p in prefills],
+            [p.seconds for p in prefills],
         ),
         notes=tuple(notes),
     )
@@ -208,13 +221,13 @@ def _falls(load: Sequence[float], seconds: Sequence[float]) -> bool:
 
 def _fit_step(steps: Sequence[StepPoint]) -> Coefficients:
     """See ``fit_cost`` for what is chosen among equals."""
-    ranked = []
+    ranked: list[tuple[float, int, Row]] = []
     for k in _hypotheses(steps):
         cost = _cost(*k)
         error = math.fsum((_step(cost, p.n, p.kv) / p.seconds - 1.0) ** 2 for p in steps) / len(steps)
         ranked.append((error, sum(coefficient > 0.0 for coefficient in k), k))
-    least = min(error for error, _, _ in ranked)
-    return min((r for r in ranked if r[0] <= least + EQUAL), key=lambda r: r[1])[2]
+    k1, k2, k3, k4 = _choose(ranked)
+    return k1, k2, k3, k4
 
 
 def _hypotheses(steps: Sequence[StepPoint]) -> Iterator[Coefficients]:
@@ -238,8 +251,8 @@ def _hypotheses(steps: Sequence[StepPoint]) -> Iterator[Coefficients]:
                 yield k1, k2, k3, k4
 
 
-def _fit_prefill(prefills: Sequence[PrefillPoint], cost: CostModel) -> tuple[float, float]:
-    """(latency, k5), where ``cost`` charges the decode step that a request's only token takes."""
+def _fit_prefill(prefills: Sequence[PrefillPoint], cost: CostModel) -> tuple[float, float, float]:
+    """Seconds (a load, a request, a token), where ``cost`` charges the decode step of a request's only token."""
     if len({p.tokens for p in prefills}) < 2:
         raise FitError("prefill needs at least two numbers of prompt tokens; allow more time, or a longer context")
     rest = [p.seconds - _step(cost, p.n, p.kv) for p in prefills]
@@ -250,15 +263,25 @@ def _fit_prefill(prefills: Sequence[PrefillPoint], cost: CostModel) -> tuple[flo
         raise FitError(
             "longer prompts have their first token earlier; the server was not alone, or too noisy: measure again"
         )
-    solutions = _non_negative([(1.0, float(p.tokens)) for p in prefills], rest, weights)
-    latency, k5 = min(
-        solutions,
-        key=lambda k: math.fsum(
-            ((k[0] + k[1] * p.tokens - r) * w) ** 2 for p, r, w in zip(prefills, rest, weights, strict=True)
-        ),
-        default=(0.0, 0.0),
-    )
-    return latency, k5
+    rows = [(1.0, float(p.n), float(p.tokens)) for p in prefills]
+    ranked = [
+        (_mean_square(rows, rest, weights, solution), sum(x > 0.0 for x in solution), solution)
+        for solution in [*_non_negative(rows, rest, weights), (0.0, 0.0, 0.0)]
+    ]
+    latency, request, token = _choose(ranked)
+    return latency, request, token
+
+
+def _choose(ranked: Sequence[tuple[float, int, Row]]) -> Row:
+    """Of (error, coefficients above 0, solution) the best; of equally good ones the simplest, then the first."""
+    least = min(error for error, _, _ in ranked)
+    return min((r for r in ranked if r[0] <= least + EQUAL), key=lambda r: r[1])[2]
+
+
+def _mean_square(rows: Sequence[Row], target: Sequence[float], weights: Sequence[float], solution: Row) -> float:
+    return math.fsum(
+        ((_dot(row, solution) - t) * w) ** 2 for row, t, w in zip(rows, target, weights, strict=True)
+    ) / len(rows)
 
 
 def _quality(predicted: Sequence[float], measured: Sequence[float]) -> Quality:

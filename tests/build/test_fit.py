@@ -61,7 +61,7 @@ def fitted(*engines: SimEngine, effort: Effort = ONE_ROUND, max_running: int = 3
             await engine.connect()
         loads = plan_loads(max_running=max_running, max_kv=60_000, context_length=CONTEXT, quick=effort.quick)
         measured = await measure([client(e) for e in engines], *loads, effort, notes.append)
-        return fit_cost(measured.decode, measured.prefill)
+        return fit_cost(measured.decode, measured.prefill, prompt_tokens=64)
 
     return run(main()), notes
 
@@ -71,7 +71,7 @@ def test_a_simulated_server_gives_its_coefficients_back(prefix_cache: bool) -> N
     result, _ = fitted(server(prefix_cache=prefix_cache))
     for name in CostModel.__struct_fields__:
         assert getattr(result.cost, name) == pytest.approx(getattr(COST, name), rel=1e-6), name
-    assert result.latency_s == pytest.approx(0.0, abs=1e-9)
+    assert result.latency_s == pytest.approx(0.0, abs=1e-9) and result.request_s == pytest.approx(0.0, abs=1e-9)
     assert result.decode.max < 1e-6 and result.prefill.max < 1e-6
 
 
@@ -104,7 +104,7 @@ def test_a_slow_moment_does_not_show_in_three_rounds() -> None:
                 loop.call_later(6.0, engine.slow, 1.0)
 
         measured = await measure([client(engine)], *loads, Effort(rounds=3, budget_s=1e6), note)
-        return fit_cost(measured.decode, measured.prefill), rounds
+        return fit_cost(measured.decode, measured.prefill, prompt_tokens=64), rounds
 
     result, (first, second, third) = run(main())
     assert second - first > 1.0 + (third - second), "the second round was slower"
@@ -128,7 +128,7 @@ def test_no_load_begins_after_the_time_that_was_given() -> None:
 
 def test_a_load_that_the_server_does_not_let_in_at_once_is_left_out() -> None:
     result, notes = fitted(server(max_running=8), max_running=32)
-    assert any(note.startswith("n = 32") and "left out" in note for note in notes)
+    assert any(note.startswith("n = 32") and "all at once" in note for note in notes)
     assert result.cost.k1 == pytest.approx(COST.k1, rel=1e-6)
 
 
@@ -278,7 +278,7 @@ def profile_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         measured = await measure([client(engine)], *loads, ONE_ROUND, lambda line: None)
         return Profile(
             about={"engine": "simulated"},
-            fit=fit_cost(measured.decode, measured.prefill),
+            fit=fit_cost(measured.decode, measured.prefill, prompt_tokens=64),
             decode=measured.decode,
             prefill=measured.prefill,
         )

@@ -40,14 +40,14 @@ def steps_of(cost: CostModel, ns: tuple[int, ...] = NS, noise: float = 0.0, seed
     ]
 
 
-def prefills_of(cost: CostModel, latency: float = 0.004) -> list[PrefillPoint]:
+def prefills_of(cost: CostModel, latency: float = 0.004, request: float = 0.0) -> list[PrefillPoint]:
     return [
         PrefillPoint(
             load=Load(n=n, prompt=context, new=1),
             n=n,
             tokens=n * context,
             kv=n * context,
-            seconds=latency + cost.k5 * n * context + cost.step(n, n * context),
+            seconds=latency + request * n + cost.k5 * n * context + cost.step(n, n * context),
         )
         for n in (1, 16)
         for context in CONTEXTS
@@ -70,7 +70,7 @@ def test_coefficients_come_back_from_exact_points(
     k1: float, breakpoint: float, k3: float, k4: float, k5: float
 ) -> None:
     true = CostModel(k1=k1, k2=breakpoint * k3, k3=k3, k4=k4, k5=k5)
-    fit = fit_cost(steps_of(true), prefills_of(true))
+    fit = fit_cost(steps_of(true), prefills_of(true), prompt_tokens=512)
     for name in ("k1", "k2", "k3", "k4", "k5"):
         # What a millionth of a step hides cannot be found to a thousandth.
         assert getattr(fit.cost, name) == pytest.approx(getattr(true, name), rel=1e-3, abs=1e-9 * k4), name
@@ -82,7 +82,7 @@ def test_coefficients_come_back_from_exact_points(
 @settings(deadline=None, max_examples=60)
 def test_noise_of_a_few_percent_leaves_predictions_as_good(seed: int, breakpoint: float) -> None:
     true = CostModel(k1=TABLE4.k1, k2=breakpoint * TABLE4.k3, k3=TABLE4.k3, k4=TABLE4.k4, k5=TABLE4.k5)
-    fit = fit_cost(steps_of(true, noise=0.03, seed=seed), prefills_of(true))
+    fit = fit_cost(steps_of(true, noise=0.03, seed=seed), prefills_of(true), prompt_tokens=512)
     for predicted, exact in zip(predictions(fit.cost), predictions(true), strict=True):
         assert predicted == pytest.approx(exact, rel=0.04)
     assert fit.decode.mean < 0.03 and fit.decode.max < 0.07
@@ -91,7 +91,7 @@ def test_noise_of_a_few_percent_leaves_predictions_as_good(seed: int, breakpoint
 
 def test_errors_are_those_of_the_predictions_it_makes() -> None:
     points = steps_of(TABLE4, noise=0.1, seed=3)
-    fit = fit_cost(points, prefills_of(TABLE4))
+    fit = fit_cost(points, prefills_of(TABLE4), prompt_tokens=512)
     cost = fit.cost
     relative = [(cost.k1 * p.kv + max(cost.k2, cost.k3 * p.n) + cost.k4) / p.seconds - 1 for p in points]
     assert fit.decode.points == pytest.approx(relative)
@@ -110,7 +110,7 @@ def test_no_other_coefficients_are_better(seed: int) -> None:
     def error(k1: float, k2: float, k3: float, k4: float) -> float:
         return sum(((k1 * p.kv + max(k2, k3 * p.n) + k4) / p.seconds - 1) ** 2 for p in points)
 
-    cost = fit_cost(points, prefills_of(TABLE4)).cost
+    cost = fit_cost(points, prefills_of(TABLE4), prompt_tokens=512).cost
     found = (cost.k1, cost.k2, cost.k3, cost.k4)
     for _ in range(300):
         size = 10 ** rng.uniform(-4, 0.5)
@@ -120,28 +120,39 @@ def test_no_other_coefficients_are_better(seed: int) -> None:
 
 
 def test_without_a_breakpoint_in_reach_the_constants_are_one() -> None:
-    memory = fit_cost(steps_of(TABLE4, ns=(1, 2, 4, 8)), prefills_of(TABLE4))  # n* is 13.8
+    memory = fit_cost(steps_of(TABLE4, ns=(1, 2, 4, 8)), prefills_of(TABLE4), prompt_tokens=512)  # n* is 13.8
     assert (memory.cost.k2, memory.cost.k3) == (0.0, 0.0)
     assert memory.cost.k4 == pytest.approx(TABLE4.k2 + TABLE4.k4)
     assert any("no breakpoint within n = 1 … 8" in note for note in memory.notes)
-    compute = fit_cost(steps_of(TABLE4, ns=(16, 32, 64)), prefills_of(TABLE4))
+    compute = fit_cost(steps_of(TABLE4, ns=(16, 32, 64)), prefills_of(TABLE4), prompt_tokens=512)
     assert compute.cost.k2 == 0.0
     assert (compute.cost.k3, compute.cost.k4) == (pytest.approx(TABLE4.k3), pytest.approx(TABLE4.k4))
 
 
 def test_one_concurrency_above_the_breakpoint_is_predicted_though_its_coefficients_are_not_known() -> None:
     ns = (1, 4, 12, 64)
-    fit = fit_cost(steps_of(TABLE4, ns=ns), prefills_of(TABLE4))
+    fit = fit_cost(steps_of(TABLE4, ns=ns), prefills_of(TABLE4), prompt_tokens=512)
     assert fit.decode.max < 1e-9
     assert sum(k > 0 for k in (fit.cost.k1, fit.cost.k2, fit.cost.k3, fit.cost.k4)) == 3
 
 
 def test_a_server_whose_steps_do_not_feel_the_context_has_no_k1() -> None:
     flat = CostModel(k1=0.0, k2=0.0, k3=1e-3, k4=5e-3, k5=1e-5)
-    fit = fit_cost(steps_of(flat), prefills_of(flat))
+    fit = fit_cost(steps_of(flat), prefills_of(flat), prompt_tokens=512)
     assert (fit.cost.k1, fit.cost.k2) == (0.0, 0.0)
     assert fit.cost.k3 == pytest.approx(1e-3) and fit.cost.k4 == pytest.approx(5e-3)
     assert any(note.startswith("k1 is 0") for note in fit.notes)
+
+
+@given(request=st.floats(1e-5, 1e-2), prompt=st.integers(1, 10_000))
+@settings(deadline=None, max_examples=40)
+def test_what_a_request_costs_is_told_apart_and_spread_over_its_prompt(request: float, prompt: int) -> None:
+    fit = fit_cost(steps_of(TABLE4), prefills_of(TABLE4, request=request), prompt_tokens=prompt)
+    assert fit.request_s == pytest.approx(request, rel=1e-3)
+    assert fit.latency_s == pytest.approx(0.004, rel=1e-3) and fit.prefill.max < 1e-6
+    # A request with such a prompt takes what it takes.
+    assert fit.cost.k5 * prompt == pytest.approx(TABLE4.k5 * prompt + request, rel=1e-3)
+    assert any(f"prompts of {prompt:g} tokens" in note for note in fit.notes)
 
 
 def test_prefill_that_costs_nothing_has_no_k5() -> None:
@@ -149,9 +160,9 @@ def test_prefill_that_costs_nothing_has_no_k5() -> None:
         PrefillPoint(load=p.load, n=p.n, tokens=p.tokens, kv=p.kv, seconds=0.5 * TABLE4.step(1, 0))
         for p in prefills_of(TABLE4)
     ]
-    fit = fit_cost(steps_of(TABLE4), points)
+    fit = fit_cost(steps_of(TABLE4), points, prompt_tokens=512)
     assert (fit.cost.k5, fit.latency_s) == (0.0, 0.0)
-    assert any(note.startswith("k5 is 0") for note in fit.notes)
+    assert "a token of prefill costs nothing measurable" in fit.notes
 
 
 # --- nonsense ---------------------------------------------------------------------------------------------------------
@@ -159,7 +170,7 @@ def test_prefill_that_costs_nothing_has_no_k5() -> None:
 
 def refused(steps: list[StepPoint], prefills: list[PrefillPoint] | None = None) -> str:
     with pytest.raises(FitError) as error:
-        fit_cost(steps, prefills_of(TABLE4) if prefills is None else prefills)
+        fit_cost(steps, prefills_of(TABLE4) if prefills is None else prefills, prompt_tokens=512)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -218,7 +229,7 @@ def test_a_roomy_server_gives_a_grid_that_determines_everything() -> None:
             )
             for load in steps
         ]
-        cost = fit_cost(exact, prefills_of(TABLE4)).cost
+        cost = fit_cost(exact, prefills_of(TABLE4), prompt_tokens=512).cost
         assert cost.k2 == pytest.approx(TABLE4.k2) and cost.k3 == pytest.approx(TABLE4.k3)
 
 
