@@ -118,8 +118,14 @@ def test_an_override_that_is_no_assignment_is_refused(tmp_path: Path, text: str)
         ({"rollout": 5}, "rollout: expected `table`, got `int`"),
         ({"engine": {"kind": "vllm"}}, "engine.kind: unknown 'vllm'; known are embedded, sglang"),
         ({"weights": {"transport": "usb"}}, "weights.transport: unknown 'usb'; known are disk, collective"),
-        ({"preset": "roll"}, "preset: unknown 'roll'; known are sync, one-step, roll-flash"),
-        ({"preset": ["sync"]}, "preset: unknown ['sync']; known are sync, one-step, roll-flash"),
+        (
+            {"preset": "roll"},
+            "preset: unknown 'roll'; known are sync, sync-naive, one-step, roll-flash, queue-drop, queue-max",
+        ),
+        (
+            {"preset": ["sync"]},
+            "preset: unknown ['sync']; known are sync, sync-naive, one-step, roll-flash, queue-drop, queue-max",
+        ),
     ],
 )
 def test_an_unknown_key_or_a_wrong_type_is_one_line_with_the_key(table: dict[str, Any], message: str) -> None:
@@ -139,6 +145,7 @@ IMPOSSIBLE = [
     ("rollout.top_p", 0.0),
     ("rollout.top_p", 1.5),
     ("rollout.max_additional_running_prompts", -1),
+    ("rollout.group_size_redundancy", -1),
     ("env.max_turns", 0),
     ("env.retries", -1),
     ("env.failure_window", 0),
@@ -211,6 +218,11 @@ def test_an_impossible_value_is_one_line_with_the_key(key: str, value: Any) -> N
             {"rollout": {"expand_num_return_sequences": False}, "engine": {"max_running_requests": 4}},
             "engine.max_running_requests = 4",
             "group of 8",
+        ),
+        (
+            {"rollout": {"expand_num_return_sequences": False, "group_size_redundancy": 1}},
+            "rollout.group_size_redundancy = 1",
+            "set rollout.expand_num_return_sequences = true",
         ),
         ({"env": {"episode_timeout_s": 10.0}}, "env.episode_timeout_s = 10.0", "60 s"),
     ],

@@ -107,6 +107,7 @@ def check(recipe: Recipe) -> None:
         "run.eval_tasks": recipe.run.eval_tasks,
         "run.checkpoint_every": recipe.run.checkpoint_every,
         "rollout.max_additional_running_prompts": r.max_additional_running_prompts,
+        "rollout.group_size_redundancy": r.group_size_redundancy,
         "env.retries": recipe.env.retries,
         "engine.retries": e.retries,
         "engine.stream_interval": e.stream_interval,
@@ -212,6 +213,12 @@ def check(recipe: Recipe) -> None:
         "engine.max_running_requests",
         e.max_running_requests,
         f"must hold a whole group of {r.group_size} when expand_num_return_sequences is false",
+    )
+    _require(
+        r.expand_num_return_sequences or not r.group_size_redundancy,
+        "rollout.group_size_redundancy",
+        r.group_size_redundancy,
+        "needs separate requests for the members of a group; set rollout.expand_num_return_sequences = true",
     )
     _require(
         not recipe.run.eval_tasks or bool(recipe.task.heldout),

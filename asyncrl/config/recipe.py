@@ -66,7 +66,10 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     batch_groups: int = 8
     """Groups that one train step consumes."""
     group_size: int = 8
-    """Trajectories of one task."""
+    """Trajectories of one task that are trained."""
+    group_size_redundancy: int = 0
+    """Redundant environments, ROLL's name for it (ROLL Flash §5.2.2): further trajectories of a task that run beside
+    its ``group_size``; the first ``group_size`` that end count, the surplus is aborted."""
     num_envs: int = 64
     """Environment slots: EnvManagers that run at once."""
     max_new_tokens: int = 512

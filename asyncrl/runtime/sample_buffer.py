@@ -57,17 +57,22 @@ class _Slot:
         self.trajectory_id = trajectory_id
         self.attempt = 0
         self.lease: Lease | None = None
+        """None once the episode failed or is not wanted any more."""
         self.trajectory: Trajectory | None = None
 
 
 class _OpenGroup:
+    """``missing`` trajectories until it is complete; ``slots`` are ``redundancy`` more than that at first."""
+
     __slots__ = ("id", "missing", "slots", "task", "v_traj")
 
-    def __init__(self, group_id: int, task: Task, v_traj: int, first_trajectory: int, size: int) -> None:
+    def __init__(
+        self, group_id: int, task: Task, v_traj: int, first_trajectory: int, size: int, redundancy: int
+    ) -> None:
         self.id = group_id
         self.task = task
         self.v_traj = v_traj
-        self.slots = [_Slot(first_trajectory + i) for i in range(size)]
+        self.slots = [_Slot(first_trajectory + i) for i in range(size + redundancy)]
         self.missing = size
 
 
@@ -89,6 +94,9 @@ class SampleBuffer:
     go out in waves of as many groups as the next batch still misses, and the next wave only when every group of this
     one has ended; until then none of it counts as finished or filtered.
 
+    ``group_size_redundancy`` members beside the ``group_size`` are begun in every group (ROLL Flash §5.2.2): the first
+    ``group_size`` that end make it complete, and the rest is interrupted. It needs prompt replication.
+
     ``total_groups`` is what the whole run consumes. Nothing is begun that no step could train; but where groups may be
     evicted none is sure of its step, so there the slots stay busy until the last batch is taken.
     """
@@ -99,6 +107,7 @@ class SampleBuffer:
         control: StalenessControl,
         tasks: TaskSource,
         group_size: int,
+        group_size_redundancy: int = 0,
         observer: Observer,
         version: int = 0,
         replicate: bool = True,
@@ -111,6 +120,7 @@ class SampleBuffer:
         self._control = control
         self._tasks = tasks
         self._group_size = group_size
+        self._redundancy = group_size_redundancy
         self._observer = observer
         self._version = version
         self._replicate = replicate
@@ -187,19 +197,26 @@ class SampleBuffer:
         return room > 0 and self._wave > 0
 
     def _open_group(self) -> None:
-        group = _OpenGroup(self._next_group, self._tasks.next(), self._version, self._next_trajectory, self._group_size)
+        group = _OpenGroup(
+            self._next_group,
+            self._tasks.next(),
+            self._version,
+            self._next_trajectory,
+            self._group_size,
+            self._redundancy,
+        )
         self._control.reserve(group.id, group.v_traj)
         self._wave -= 1
         self._next_group += 1
-        self._next_trajectory += self._group_size
+        self._next_trajectory += len(group.slots)
         self._open[group.id] = group
         for slot in group.slots:
             self.ledger.reserve(slot.trajectory_id)
         if self._replicate:
-            for index in range(self._group_size):
+            for index in range(len(group.slots)):
                 self._offer(group, [index])
         else:
-            self._offer(group, range(self._group_size))
+            self._offer(group, range(len(group.slots)))
 
     def _offer(self, group: _OpenGroup, indices: Sequence[int]) -> None:
         slots = [group.slots[i] for i in indices]
@@ -218,7 +235,7 @@ class SampleBuffer:
                     self.ledger.move(trajectory_id, state)
 
     def put(self, lease: Lease, trajectory: Trajectory) -> None:
-        """A scored trajectory. The last of its group makes the group ready, or filters or evicts it."""
+        """A scored trajectory. The last that its group misses makes the group ready, or filters or evicts it."""
         group = self._open[lease.group_id]
         slot = group.slots[trajectory.index]
         if slot.trajectory_id != trajectory.id or slot.trajectory is not None:
@@ -227,6 +244,7 @@ class SampleBuffer:
         slot.trajectory = trajectory
         group.missing -= 1
         if not group.missing:
+            self._interrupt(group, State.SURPLUS, "group complete")
             self._ended[group.id] = group
             self._settle()
             self._wake_batch()
@@ -255,25 +273,29 @@ class SampleBuffer:
             for evicted, reason in self._control.occupy(group.id).items():
                 self._drop(evicted, reason)
 
-    def fail(self, lease: Lease, reason: str, *, retry: bool = True) -> None:
-        """The episode failed. It starts anew while its slots have retries left; after that its group is given up, and
-        another task takes its place."""
+    def fail(self, lease: Lease, reason: str) -> None:
+        """The episode failed. Its group goes on without it while enough members are left. If not, as many start anew,
+        those first that did so least often; a group that has used up its retries is given up, and another task takes
+        its place."""
         group = self._open[lease.group_id]
-        slots = [group.slots[i] for i in lease.indices if group.slots[i].trajectory is None]
-        self._failed += len(slots)
-        for slot in slots:
-            self.ledger.move(slot.trajectory_id, State.FAILED, reason)
-        if retry and all(s.attempt < self._retries for s in slots):
-            self._retried += len(slots)
-            for slot in slots:
+        for slot in (group.slots[i] for i in lease.indices):
+            if slot.trajectory is None:
+                self._failed += 1
+                self.ledger.move(slot.trajectory_id, State.FAILED, reason)
+                slot.lease = None
+        lost = sorted((s.attempt, i) for i, s in enumerate(group.slots) if s.lease is None)
+        again = lost[: max(0, len(lost) - self._redundancy)]
+        if all(attempt < self._retries for attempt, _ in again):
+            self._retried += len(again)
+            for _, i in again:
+                slot = group.slots[i]
                 slot.attempt += 1
                 slot.trajectory_id = self._next_trajectory
                 self._next_trajectory += 1
                 self.ledger.reserve(slot.trajectory_id)
-            self._offer(group, [i for i in lease.indices if group.slots[i].trajectory is None])
+            if again:
+                self._offer(group, [i for _, i in again])
         else:
-            for slot in slots:
-                slot.lease = None
             self._give_up(group, State.ABORTED, "group failed")
             self._control.release(group.id)
             self._settle()
@@ -291,12 +313,17 @@ class SampleBuffer:
         """Every member that is not final ends as ``state``; running episodes are interrupted."""
         del self._open[group.id]
         self._ended.pop(group.id, None)
+        self._end([s.trajectory for s in group.slots if s.trajectory is not None], state, reason)
+        self._interrupt(group, state, reason)
+
+    def _interrupt(self, group: _OpenGroup, state: State, reason: str) -> None:
+        """Every member that has not ended its episode ends as ``state``."""
+        leases: dict[int, Lease] = {}
         for slot in group.slots:
-            if slot.trajectory is not None:
-                self._end([slot.trajectory], state, reason)
-            elif slot.lease is not None:
+            if slot.lease is not None and slot.trajectory is None:
                 self.ledger.move(slot.trajectory_id, state, reason)
-        leases = {id(s.lease): s.lease for s in group.slots if s.lease is not None and s.trajectory is None}
+                leases[id(slot.lease)] = slot.lease
+                slot.lease = None
         for lease in leases.values():
             lease.revoked = reason
             if lease.on_revoke is not None:

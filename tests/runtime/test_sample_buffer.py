@@ -10,7 +10,7 @@ from asyncrl.core.staleness.base import StalenessViolation
 from asyncrl.runtime.sample_buffer import Lease
 from asyncrl.sim.loop import run
 
-from .buffers import blocked, leases, make, put, woken
+from .buffers import blocked, ended, leases, make, put, woken
 from .world import aim, cancelled_at
 
 
@@ -169,6 +169,78 @@ def test_a_group_that_fails_frees_the_batch_that_waited_for_it() -> None:
             assert not batch.done(), "the slow one is due"
             buffer.fail(slow, "crash")
         assert [g.id for g in batch.result().groups] == [young.group_id]
+
+    run(main())
+
+
+def test_the_first_group_size_members_that_end_complete_a_group_and_the_rest_is_interrupted() -> None:
+    async def main() -> None:
+        buffer = make(batch=1, group_size=2, group_size_redundancy=2)
+        a, b, c = await leases(buffer, 3)
+        stopped: list[str] = []
+        b.on_revoke = lambda: stopped.append(b.revoked)
+        put(buffer, c, (1.0,))
+        assert not stopped
+        put(buffer, a, (0.5,))
+        assert stopped == ["group complete"], "at once, not when the batch is taken"
+        assert await blocked(buffer), "the member that nobody had begun is handed out no more"
+        [group] = (await buffer.get_batch(0)).groups
+        assert [(t.index, t.reward) for t in group.trajectories] == [(0, 0.5), (2, 1.0)]
+        buffer.ledger.check_balanced()
+        assert buffer.ledger.reasons() == {"surplus": {"group complete": 2}}
+        assert ended(buffer) == [(0, "consumed"), (2, "consumed")]
+
+    run(main())
+
+
+def test_a_waiting_slot_goes_past_the_revoked_members_to_the_next_group() -> None:
+    async def main() -> None:
+        buffer = make(batch=2, group_size=1, group_size_redundancy=2)
+        [first] = await leases(buffer, 1)
+        put(buffer, first)
+        assert [(lease.group_id, lease.indices) for lease in await leases(buffer, 3)] == [
+            (1, (0,)),
+            (1, (1,)),
+            (1, (2,)),
+        ]
+
+    run(main())
+
+
+def test_a_failed_member_starts_anew_only_where_its_group_would_be_too_small() -> None:
+    async def main() -> None:
+        buffer = make(batch=1, group_size=2, group_size_redundancy=1, retries=1)
+        a, b, c = await leases(buffer, 3)
+        buffer.fail(a, "crash")
+        assert buffer.snapshot().retried == 0
+        assert await blocked(buffer)
+        put(buffer, b)
+        buffer.fail(c, "crash")
+        [again] = await leases(buffer, 1)
+        assert (again.group_id, again.indices) == (0, (0,)), "the one that started anew least often, the first of them"
+        buffer.fail(again, "crash")
+        [again] = await leases(buffer, 1)
+        assert again.indices == (2,)
+        put(buffer, again)
+        assert [t.index for t in (await buffer.get_batch(0)).trajectories] == [1, 2]
+        buffer.ledger.check_balanced()
+        assert buffer.ledger.reasons() == {"failed": {"crash": 3}}
+        assert (buffer.snapshot().failed, buffer.snapshot().retried) == (3, 2)
+
+    run(main())
+
+
+def test_a_group_with_redundancy_is_given_up_when_the_retries_of_all_lost_members_are_used() -> None:
+    async def main() -> None:
+        buffer = make(batch=1, group_size=2, group_size_redundancy=1, retries=1)
+        a, b, c = await leases(buffer, 3)
+        put(buffer, b)
+        buffer.fail(a, "crash")
+        for lost in (c, *[None] * 2):
+            buffer.fail(lost or (await leases(buffer, 1))[0], "crash")
+        assert [lease.group_id for lease in await leases(buffer, 3)] == [1, 1, 1]
+        assert buffer.ledger.reasons() == {"failed": {"crash": 4}, "aborted": {"group failed": 1}}
+        assert ended(buffer) == [(1, "aborted")]
 
     run(main())
 

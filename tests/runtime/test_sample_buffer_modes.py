@@ -216,6 +216,21 @@ def test_a_wave_ends_without_its_failed_groups_and_the_next_replaces_them() -> N
     run(main())
 
 
+def test_in_a_wave_a_group_ends_with_its_first_members_and_the_run_may_end_before_the_wave() -> None:
+    async def main() -> None:
+        buffer = make(batch=2, group_size=1, group_size_redundancy=1, queue_scheduling=False)
+        a, b, c, d = await leases(buffer, 4)
+        put(buffer, b)
+        assert a.revoked == "group complete"
+        assert buffer.snapshot().staleness.occupied == 0, "the wave goes on"
+        buffer.close("over")
+        assert c.revoked == d.revoked == "over"
+        buffer.ledger.check_balanced()
+        assert buffer.ledger.reasons() == {"surplus": {"group complete": 1}, "aborted": {"over": 3}}
+
+    run(main())
+
+
 # --- everything at once
 
 
@@ -259,6 +274,7 @@ def drawn(seed: int) -> tuple[SampleBuffer, dict[str, float]]:
     rng = random.Random(seed)
     batch, group_size, slots, steps = rng.randint(1, 4), rng.randint(1, 3), rng.randint(1, 12), 6
     redundant, queue_scheduling = rng.choice([0, 0, 2]), rng.random() < 0.6
+    replicate = rng.random() < 0.7
     control = make_control(
         rng.choice(["inflight_cap", "queue_drop", "queue_max"]),
         batch=batch,
@@ -268,8 +284,9 @@ def drawn(seed: int) -> tuple[SampleBuffer, dict[str, float]]:
     )
     buffer = make(
         group_size=group_size,
+        group_size_redundancy=rng.choice([0, 1, 3]) if replicate else 0,
         control=control,
-        replicate=rng.random() < 0.7,
+        replicate=replicate,
         queue_scheduling=queue_scheduling,
         filter_zero_variance=group_size > 1 and rng.random() < 0.4,
         retries=rng.randint(0, 2),
@@ -295,6 +312,7 @@ def test_every_run_ends_within_its_bound_with_every_trajectory_reported_once(see
     assert [b.step for b in batches] == list(range(6))
     assert limit is None or all(0 <= s <= limit for b in batches for s in b.staleness)
     assert len({len(b.groups) for b in batches}) == 1
+    assert {len(g.trajectories) for b in batches for g in b.groups} == {buffer._group_size}
     counts, heard = buffer.ledger.counts(), ended(buffer)
     assert len(heard) == len({i for i, _ in heard}), "a trajectory was reported twice"
     assert sum(state == "consumed" for _, state in heard) == counts["consumed"]
