@@ -312,7 +312,10 @@ class SimEngine:
         stream = Stream(rid, asyncio.get_running_loop().time(), request.n)
         last = tokens[-1]
         for index in range(request.n):
-            remaining = last - GENERATED if last > GENERATED else max(1, self._lengths(self._rng, ids))
+            if request.ignore_eos:
+                remaining = request.max_new_tokens + 1
+            else:
+                remaining = last - GENERATED if last > GENERATED else max(1, self._lengths(self._rng, ids))
             reply = Reply(stream, index, tokens, remaining, request.max_new_tokens)
             stream.replies.append(reply)
             self._server.add(reply)

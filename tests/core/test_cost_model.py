@@ -16,6 +16,7 @@ models = st.builds(
     k2=st.floats(1e-5, 1e-2),
     k3=st.floats(0, 1e-3),
     k4=st.floats(1e-5, 1e-1),
+    k5=st.floats(0, 1e-4),
 )
 
 
@@ -32,18 +33,46 @@ def test_figures_of_staleflow_table_4_by_hand() -> None:
     assert model.step(14, 0) == pytest.approx(1.75e-3 + 1.07e-2)
     assert model.throughput(0, 0) == 0.0
 
+    # A prefill of 1,000 tokens on its own, and beside one sequence.
+    assert model.step(0, 0, 1000) == pytest.approx(0.02)
+    assert model.step(1, 1000, 1000) == pytest.approx(0.0324928, rel=1e-12)
+    assert model.step(0, 0) == 0.0
 
-@given(model=models, steps=st.integers(0, 300), n=st.integers(1, 200), per_sequence=st.integers(1, 1000))
-def test_time_of_is_the_sum_of_the_single_steps(model: CostModel, steps: int, n: int, per_sequence: int) -> None:
+
+@given(
+    model=models,
+    steps=st.integers(0, 300),
+    n=st.integers(0, 200),
+    per_sequence=st.integers(1, 1000),
+    prefill=st.integers(0, 4096),
+)
+def test_time_of_is_the_sum_of_the_single_steps(
+    model: CostModel, steps: int, n: int, per_sequence: int, prefill: int
+) -> None:
     kv = n * per_sequence
-    one_by_one = math.fsum(model.step(n, kv + n * i) for i in range(steps))
-    assert model.time_of(steps, n, kv) == pytest.approx(one_by_one, rel=1e-9, abs=1e-12)
+    one_by_one = math.fsum(model.step(n, kv + n * i, prefill) for i in range(steps))
+    assert model.time_of(steps, n, kv, prefill) == pytest.approx(one_by_one, rel=1e-9, abs=1e-12)
 
 
-@given(model=models, steps=st.integers(0, 100_000), n=st.integers(1, 1000), per_sequence=st.integers(1, 10_000))
-def test_steps_in_is_the_inverse_of_time_of(model: CostModel, steps: int, n: int, per_sequence: int) -> None:
+@given(
+    model=models,
+    steps=st.integers(0, 100_000),
+    n=st.integers(1, 1000),
+    per_sequence=st.integers(1, 10_000),
+    prefill=st.integers(0, 4096),
+)
+def test_steps_in_is_the_inverse_of_time_of(
+    model: CostModel, steps: int, n: int, per_sequence: int, prefill: int
+) -> None:
     kv = n * per_sequence
-    assert model.steps_in(model.time_of(steps, n, kv), n, kv) == steps
+    assert model.steps_in(model.time_of(steps, n, kv, prefill), n, kv, prefill) == steps
+
+
+@given(steps=st.integers(0, 10_000), prefill=st.integers(1, 4096))
+def test_prefill_on_its_own_takes_the_same_for_each_token(steps: int, prefill: int) -> None:
+    model = CostModel()
+    assert model.time_of(steps, 0, 0, prefill) == pytest.approx(steps * prefill * model.k5)
+    assert model.steps_in(model.time_of(steps, 0, 0, prefill), 0, 0, prefill) == steps
 
 
 @given(model=models, seconds=st.floats(0, 100), n=st.integers(1, 1000), per_sequence=st.integers(1, 10_000))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from array import array
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.core.cost_model import CostModel
-from asyncrl.ports import Chunk, GenerateRequest
-from asyncrl.sim.engine import SimEngine
-from asyncrl.sim.loop import run
+from asyncrl.ports import Chunk, EngineRejected, GenerateRequest
+from asyncrl.sim.engine import GENERATED, SimEngine
+from asyncrl.sim.loop import VirtualLoop, run
 
 from .reference import Job, Reference, Tokens
 
@@ -178,3 +181,247 @@ def test_every_chunk_comes_when_the_reference_says(seed: int) -> None:
     assert server.busy_s == pytest.approx(reference.busy_s)
     assert server.cached_tokens == len(reference.held)
     assert (server.running, len(server.waiting), server.used_tokens) == (0, 0, 0)
+
+
+# --- the port's promises
+
+
+def test_ids_count_down_to_the_end_of_turn() -> None:
+    chunks = run(collect(engine(5), request()))
+    assert [c.output_ids for c in chunks] == [array("i", [GENERATED + r for r in (4, 3, 2, 1, 0)])]
+    assert [c.finish_reason for c in chunks] == ["stop"]
+    assert chunks[0].logprobs == array("f", [-0.5] * 5)
+    assert chunks[0].versions == array("i", [0] * 5)
+
+
+def test_very_long_responses_count_down_as_well() -> None:
+    length = (1 << 20) + 5
+    chunks = run(collect(engine(length), request(limit=7)))
+    assert chunks[0].output_ids == array("i", range(GENERATED + length - 1, GENERATED + length - 8, -1))
+
+
+@given(st.integers(1, 40), st.integers(0, 40), st.booleans())
+@settings(deadline=None, max_examples=30)
+def test_an_interrupted_response_goes_on_to_the_same_end(length: int, wait_steps: int, as_array: bool) -> None:
+    async def main() -> None:
+        first, second = engine(length), engine(999)
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(collect(first, request()))
+            await asyncio.sleep(0.001 + wait_steps * 0.016)
+            await first.pause()
+        partial = [i for c in task.result() for i in c.output_ids]
+        if task.result()[-1].finish_reason == "abort" and partial:
+            ids = [1] * 10 + partial
+            rest = await collect(
+                second,
+                GenerateRequest(
+                    rid="b", input_ids=array("i", ids) if as_array else ids, max_new_tokens=1000 - len(partial)
+                ),
+            )
+            partial += [i for c in rest for i in c.output_ids]
+            assert rest[-1].finish_reason == "stop"
+            assert partial == [GENERATED + r for r in range(length - 1, -1, -1)]
+
+    run(main())
+
+
+def test_lengths_hear_the_request() -> None:
+    server = SimEngine("s", rng=random.Random(0), lengths=lambda rng, ids: 3 * len(ids))
+    assert [len(c.output_ids) for c in run(collect(server, request(prompt=7)))] == [21]
+
+
+def test_length_limit_ends_a_response() -> None:
+    chunks = run(collect(engine(100), request(limit=30)))
+    assert sum(len(c.output_ids) for c in chunks) == 30
+    assert chunks[-1].finish_reason == "length"
+
+
+def test_a_measurement_goes_on_to_the_length_limit() -> None:
+    asked = GenerateRequest(rid="a", input_ids=[1], max_new_tokens=30, ignore_eos=True)
+    assert [(len(c.output_ids), c.finish_reason) for c in run(collect(engine(3), asked))] == [(30, "length")]
+
+
+def test_requests_it_cannot_hold_are_rejected() -> None:
+    with pytest.raises(EngineRejected, match="exceed its context"):
+        run(collect(engine(context_length=50), request(prompt=30, limit=30)))
+    with pytest.raises(EngineRejected, match="exceed its context"):
+        run(collect(engine(max_tokens=50), request(prompt=30, limit=30)))
+    with pytest.raises(EngineRejected, match="0 prompt tokens"):
+        run(collect(engine(), request(prompt=0)))
+
+
+def test_an_id_that_is_running_is_rejected_and_the_running_one_goes_on() -> None:
+    async def main() -> None:
+        server = engine(20)
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(collect(server, request("a")))
+            await asyncio.sleep(0.05)
+            with pytest.raises(EngineRejected, match="'a' is already running"):
+                await collect(server, request("a"))
+        assert task.result()[-1].finish_reason == "stop"
+
+    run(main())
+
+
+def test_max_running_and_the_kv_budget_are_kept() -> None:
+    async def main() -> None:
+        server = engine(60, max_tokens=200, max_running=5, stream_interval=1)
+        most = 0
+
+        async def one(i: int) -> None:
+            nonlocal most
+            async for _ in server.generate(request(str(i), 20, 100)):
+                load = await server.load()
+                most = max(most, load.running)
+                assert load.used_tokens <= 200
+                assert server.server.cached_tokens <= 200
+
+        async with asyncio.TaskGroup() as group:
+            for i in range(12):
+                group.create_task(one(i))
+        assert most == 5
+        assert server.server.preemptions > 0
+
+    run(main())
+
+
+def test_group_members_share_their_prompt_in_the_cache_and_a_load_flushes_it() -> None:
+    async def main() -> None:
+        server = engine(5)
+        first = await collect(server, request("a", 30))
+        second = await collect(server, request("b", 30))
+        assert [first[0].cached_tokens, second[0].cached_tokens] == [0, 29]
+        await server.pause()
+        await server.resume()
+        assert (await collect(server, request("c", 30)))[0].cached_tokens == 29
+        await server.pause()
+        await server.load_from_disk("", 1)
+        await server.resume()
+        assert (await collect(server, request("d", 30)))[0].cached_tokens == 0
+        assert server.server.prefilled == 30 + 1 + 1 + 30
+
+    run(main())
+
+
+def test_a_load_waits_for_running_requests_and_no_request_mixes_versions() -> None:
+    async def main() -> None:
+        server = engine(30, load_s=2.0)
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(collect(server, request("a")))
+            await asyncio.sleep(0.1)
+            loading = group.create_task(server.load_from_disk("", 7))
+            await asyncio.sleep(0)
+            waiting = group.create_task(collect(server, request("b")))
+            await asyncio.sleep(1.9)
+            assert running.done() and not loading.done() and server.version == 0
+        assert set(running.result()[0].versions) == {0}
+        assert set(waiting.result()[0].versions) == {7}
+
+    run(main())
+
+
+def test_leaving_early_frees_the_slot() -> None:
+    async def main() -> None:
+        server = engine(1000, stream_interval=1, max_running=1)
+        stream = server.generate(request())
+        await anext(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
+        assert (await server.load()).running == 0
+        assert (await collect(server, request("b", limit=3)))[-1].finish_reason == "length"
+
+    run(main())
+
+
+class CancellingLoop(VirtualLoop):
+    """Cancels ``victim`` at its ``left``-th turn from now."""
+
+    left = 0
+    victim: asyncio.Task[None] | None = None
+
+    def _run_once(self) -> None:
+        self.left -= 1
+        if self.left == 0 and self.victim is not None:
+            self.victim.cancel()
+        super()._run_once()
+
+
+def cancelled_at(turn: int, main: Coroutine[Any, Any, None]) -> bool:
+    """Run ``main`` and cancel it at the loop's ``turn``-th turn; False if it had ended before."""
+    loop = CancellingLoop()
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+
+        async def outer() -> bool:
+            async with asyncio.TaskGroup() as group:
+                loop.victim = group.create_task(main)
+                loop.left = turn
+            return loop.left <= 0
+
+        return runner.run(outer())
+
+
+@pytest.mark.parametrize("hung", [False, True])
+def test_cancelling_at_any_await_leaves_nothing_behind(hung: bool) -> None:
+    """Clients, a pause and a load are cancelled at each turn of the loop; also while the server hangs."""
+
+    async def main() -> None:
+        server = engine(12, stream_interval=3, max_running=2, max_tokens=1100)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for i in range(4):
+                    group.create_task(collect(server, request(str(i), n=1 + i % 2)))
+                await asyncio.sleep(0.05)
+                if hung:
+                    server.hang(True)
+                    await asyncio.sleep(1)
+                    server.hang(False)
+                await server.pause()
+                await server.load_from_disk("", 1)
+                await server.resume()
+                await collect(server, request("last"))
+        finally:
+            server.hang(False)
+            assert (server.server.running, len(server.server.waiting)) == (0, 0)
+            assert server.server.used_tokens == 0
+
+    turn = 1
+    while cancelled_at(turn, main()):
+        turn += 1
+    assert turn > 20
+
+
+def test_one_script_gives_one_trace() -> None:
+    for seed in range(5):
+        assert Work(seed).simulated()[0] == Work(seed).simulated()[0]
+
+
+def test_the_work_of_an_event_does_not_grow_with_the_running_sequences() -> None:
+    """The function calls of a request are counted, not timed."""
+
+    def calls_per_request(running: int) -> float:
+        async def main() -> None:
+            rng = random.Random(0)
+            server = SimEngine("s", rng=rng, lengths=lambda r, ids: r.randint(200, 600), max_running=running)
+
+            async def client(i: int) -> None:
+                for turn in range(2):
+                    ids = array("i", [1 + i] * 10)
+                    await collect(server, GenerateRequest(rid=f"{i}/{turn}", input_ids=ids, max_new_tokens=1000))
+
+            async with asyncio.TaskGroup() as group:
+                for i in range(running):
+                    group.create_task(client(i))
+
+        count = 0
+
+        def counting(frame: object, event: str, argument: object) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        sys.setprofile(counting)
+        try:
+            run(main())
+        finally:
+            sys.setprofile(None)
+        return count / (2 * running)
+
+    assert calls_per_request(512) < 1.3 * calls_per_request(32)
