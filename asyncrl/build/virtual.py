@@ -1,62 +1,101 @@
-"""The simulated world: the same runtime over simulated servers, trainer and environment, on virtual time."""
+"""The simulated world: the same runtime over simulated servers, trainer and environments, on virtual time.
+
+Everything is built from the recipe and its ``[sim]``, and everything random comes from its seed: one seed, one trace.
+What the run does is checked all the way (sim/invariants.py).
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
 from asyncrl.build.assemble import Run, World, assemble
+from asyncrl.build.profile import load_profile
+from asyncrl.build.samples import read_samples
 from asyncrl.config import Recipe
-from asyncrl.core.types import Task
-from asyncrl.env import Env
+from asyncrl.core.transfer import Transport
 from asyncrl.loading import load_own
 from asyncrl.ports import Observer
 from asyncrl.runtime.controller import Service
-from asyncrl.sim.engine import Lengths, SimEngine
+from asyncrl.sim.blocking import SimBlocking
+from asyncrl.sim.engine import SimEngine
+from asyncrl.sim.env import SimEnvs
+from asyncrl.sim.faults import Faults, schedule
+from asyncrl.sim.invariants import Books, Checked
+from asyncrl.sim.tasks import SimTasks, TaskLengths
+from asyncrl.sim.tokenizer import SimTokenizer
 from asyncrl.sim.trace import TraceRecorder
-from asyncrl.sim.world import SimBlocking, SimEnv, SimTokenizer, SimTrainer, SimTransport
+from asyncrl.sim.trainer import SimTrainer
+from asyncrl.sim.weights import SimTransport
 
 
 class Simulation(msgspec.Struct, kw_only=True):
-    """A run on virtual time and its parts, for faults and for looking at afterwards."""
+    """A run on virtual time and its parts, for faults and for looking at afterwards. ``trace`` is empty where another
+    observer was given."""
 
     run: Run
     engines: list[SimEngine]
     trainer: SimTrainer
+    envs: SimEnvs
+    checked: Checked
     trace: TraceRecorder
+
+    async def play(self) -> None:
+        """The whole run. However it ends, the laws of its end are checked; ``InvariantViolation`` if one is broken."""
+        try:
+            await self.run.controller.run()
+        finally:
+            self.checked.check_end()
 
 
 async def simulated(
     recipe: Recipe,
     *,
-    lengths: Lengths | None = None,
-    env: Callable[[random.Random], Env] | None = None,
+    observer: Observer | None = None,
     services: Sequence[Service] = (),
     context_length: int | None = None,
-    observer: Observer | None = None,
 ) -> Simulation:
     """Wire a run of ``recipe``. To be awaited on a ``VirtualLoop`` (sim/loop.py).
 
-    Everything random comes from the recipe's seed: one seed, one trace.
+    ``observer`` hears what a real run's would; without one a trace is kept, and every batch. ``services`` run beside.
+    ``context_length`` is the model's, if shorter than a server's KV cache. Raises ``RecipeError``.
     """
-    trace = TraceRecorder()
-    rng = random.Random(f"{recipe.seed}/world")
+    recipe = read_samples(recipe)
+    sim, engine, seed = recipe.sim, recipe.engine, recipe.seed
+    trace = TraceRecorder(keep_batches=True)
+    checked = Checked(observer or trace, limit=recipe.staleness.limit, stall_s=sim.stall_s)
+    tasks = SimTasks(sim, seed=seed)
+    lengths = TaskLengths(sim, tasks, seed=seed)
+    cost = load_profile(Path(sim.instance.profile)) if sim.instance.profile else sim.instance.cost
     engines = [
         SimEngine(
             f"server {i}",
-            rng=random.Random(rng.random()),
-            lengths=lengths or (lambda r, ids: min(recipe.rollout.max_new_tokens, int(r.lognormvariate(4.0, 1.0)) + 1)),
-            max_running=recipe.engine.max_running_requests,
-            max_tokens=recipe.engine.max_total_tokens,
-            context_length=context_length or recipe.engine.max_total_tokens,
-            stream_interval=recipe.engine.stream_interval,
+            rng=random.Random(f"{seed}/server {i}"),
+            lengths=lengths,
+            cost=cost,
+            max_running=engine.max_running_requests,
+            max_tokens=engine.max_total_tokens,
+            context_length=context_length or engine.max_total_tokens,
+            stream_interval=engine.stream_interval,
+            chunked_prefill=sim.instance.chunked_prefill,
+            prefix_cache=sim.instance.prefix_cache,
+            load_s=sim.instance.load_s,
+            start_s=sim.instance.start_s,
+            connect_timeout_s=engine.connect_timeout_s,
+            request_timeout_s=engine.request_timeout_s,
+            idle_timeout_s=engine.idle_timeout_s,
+            control_timeout_s=engine.control_timeout_s,
         )
-        for i in range(recipe.engine.count)
+        for i in range(len(engine.urls) or engine.count)
     ]
-    trainer = SimTrainer()
-    env_rng = random.Random(rng.random())
+    trainer = SimTrainer(sim.trainer)
+    envs = SimEnvs(sim.env, tasks, seed=seed, max_turns=recipe.env.max_turns)
+    faults = Faults(
+        schedule(sim, servers=len(engines), seed=seed), engines=engines, trainer=trainer, envs=envs, observer=checked
+    )
 
     async def checkpoint(version: int) -> None:
         await trainer.save(f"version {version}")
@@ -64,16 +103,32 @@ async def simulated(
     world = World(
         engines=engines,
         trainer=trainer,
-        transport=SimTransport(),
+        transport=SimTransport(sim.weights, transport_of(recipe), servers=len(engines), trainer=trainer),
         tokenizer=SimTokenizer(),
-        blocking=SimBlocking(rng=random.Random(rng.random())),
-        observer=observer or trace,
-        train_tasks=[Task(id=f"task {i}", data={"prompt": f"task {i} "}) for i in range(1000)],
-        heldout_tasks=[Task(id=f"heldout {i}", data={"prompt": f"heldout {i} "}) for i in range(16)],
-        make_env=lambda: (env or (lambda r: SimEnv(rng=r, turns=recipe.env.max_turns)))(env_rng),
+        blocking=SimBlocking(rng=random.Random(f"{seed}/blocking")),
+        observer=checked,
+        train_tasks=tasks.train,
+        heldout_tasks=tasks.heldout,
+        make_env=envs.make,
         reward=None,
         checkpoint=checkpoint,
         own_advantage=load_own(recipe.algorithm.advantage, "algorithm.advantage"),
-        services=services,
+        services=[faults.run, checked.watch, *services],
     )
-    return Simulation(run=await assemble(recipe, world), engines=engines, trainer=trainer, trace=trace)
+    run = await assemble(recipe, world)
+    checked.books = Books(
+        ledger=run.buffer.ledger,
+        group_size=recipe.rollout.group_size,
+        group_size_redundancy=recipe.rollout.group_size_redundancy,
+        staleness=lambda: run.buffer.snapshot().staleness,
+        fleet=run.proxy.snapshot,
+        open_envs=lambda: envs.open,
+        parts=[run.buffer, run.proxy, trainer, *run.proxy.instances, *engines],
+    )
+    return Simulation(run=run, engines=engines, trainer=trainer, envs=envs, checked=checked, trace=trace)
+
+
+def transport_of(recipe: Recipe) -> Transport:
+    """How weights travel in the simulated world."""
+    transport = recipe.sim.weights.transport
+    return recipe.weights.transport if transport == "recipe" else transport

@@ -13,14 +13,17 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
 from asyncrl.config.algorithm import check_algorithm
-from asyncrl.config.base import RecipeError
+from asyncrl.config.base import RecipeError, Section
 from asyncrl.config.recipe import Recipe
+from asyncrl.core.distributions import Empirical
 from asyncrl.core.policy.presets import PRESETS
+
+S = TypeVar("S", bound=Section)
 
 
 def dumps(recipe: Recipe) -> bytes:
@@ -317,6 +320,13 @@ def _resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
         return f"{absolute(module)}{colon}{name}" if colon and module.endswith(".py") else text
 
     replace = msgspec.structs.replace
+
+    def samples(section: S) -> S:
+        """With the files of its empirical distributions absolute."""
+        values = {name: getattr(section, name) for name in section.__struct_fields__}
+        files = {name: replace(v, file=absolute(v.file)) for name, v in values.items() if isinstance(v, Empirical)}
+        return replace(section, **files)
+
     return replace(
         recipe,
         model=replace(recipe.model, path=absolute(recipe.model.path)),
@@ -324,7 +334,11 @@ def _resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
         task=replace(recipe.task, train=absolute(recipe.task.train), heldout=absolute(recipe.task.heldout)),
         env=replace(recipe.env, target=target(recipe.env.target)),
         engine=replace(recipe.engine, script=absolute(recipe.engine.script)),
-        sim=replace(recipe.sim, instance=replace(recipe.sim.instance, profile=absolute(recipe.sim.instance.profile))),
+        sim=replace(
+            samples(recipe.sim),
+            instance=replace(recipe.sim.instance, profile=absolute(recipe.sim.instance.profile)),
+            env=samples(recipe.sim.env),
+        ),
         algorithm=replace(
             recipe.algorithm,
             loss=target(recipe.algorithm.loss),

@@ -4,6 +4,9 @@
                 the servers are suspended, so that they stand still only while they load.
     restore()   brings a server that came back after a failure to the current version; used by LLMProxy.watch.
 
+A transport has the newest version, and older ones only perhaps. So while an update is on its way, a server that needs
+weights waits for the end of it; unless no other is up, then it is the first to have the new ones.
+
 Both hold one lock, so a version is never delivered while another is on its way. A server that fails while it loads is
 marked down and the rest go on; only the trainer's failure ends the run at once.
 """
@@ -34,6 +37,8 @@ class ParameterServer:
         self._running = running
         self._observer = observer
         self._version = version
+        self._announced = self._prepared = version
+        """Newest version that the transport was given, and that it can deliver."""
         self._lock = asyncio.Lock()
         self._connected: list[str] = []
         """Names of the servers that the transport's channel was made for."""
@@ -48,7 +53,9 @@ class ParameterServer:
         (``LLMProxy.watch`` ends the run when that takes too long)."""
         loop = asyncio.get_running_loop()
         started = loop.time()
+        self._announced = version
         await self._transport.prepare(version)
+        self._prepared = version
         self._observer.span("controller", "prepare weights", started, loop.time(), {"version": version})
         while version > self._version:
             await self._proxy.available.wait()
@@ -71,8 +78,12 @@ class ParameterServer:
                 info = await instance.engine.connect()
                 await instance.engine.pause()
                 if info.version != self._version:
-                    await self._connect([*(i for i in self._proxy.instances if i.up), instance])
-                    await self._transport.deliver([instance.engine], self._version)
+                    version, up = self._prepared, [i for i in self._proxy.instances if i.up]
+                    if version < self._announced or (up and version > self._version):
+                        return  # it is probed again
+                    await self._connect([*up, instance])
+                    await self._transport.deliver([instance.engine], version)
+                    self._version = version
                 await instance.engine.resume()
             except EngineError:
                 return  # it is probed again

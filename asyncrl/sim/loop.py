@@ -68,9 +68,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self._timer_cancelled_count -= 1  # type: ignore[attr-defined]
             heapq.heappop(scheduled)._scheduled = False
         if not scheduled:
-            raise DeadlockError(f"nothing can happen any more at {self._now:.3f} s; {_who_waits(self)}")
+            raise DeadlockError(f"nothing can happen any more at {self._now:.3f} s; {who_waits(self)}")
         if scheduled[0]._when > self._limit:
-            raise VirtualTimeLimit(f"virtual time passed {self._limit:g} s; {_who_waits(self)}")
+            raise VirtualTimeLimit(f"virtual time passed {self._limit:g} s; {who_waits(self)}")
         self._now = max(self._now, scheduled[0]._when)
 
     # --- the real world is out of reach
@@ -88,13 +88,28 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """There is none."""
 
 
-def _who_waits(loop: asyncio.AbstractEventLoop) -> str:
+def who_waits(loop: asyncio.AbstractEventLoop) -> str:
+    """How many coroutines wait, by what they wait in: the task's own function, and the innermost one that is not
+    asyncio's."""
     waits: dict[str, int] = {}
     for task in asyncio.all_tasks(loop):
-        stack = task.get_stack(limit=1)
-        where = f"{stack[-1].f_code.co_qualname}:{stack[-1].f_lineno}" if stack else "not started"
+        where = _where(task.get_coro())
         waits[where] = waits.get(where, 0) + 1
     return "waiting: " + ", ".join(f"{where} ×{n}" for where, n in sorted(waits.items()))
+
+
+def _where(coroutine: Any) -> str:
+    frames = []
+    while coroutine is not None:
+        frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "ag_frame", None)
+        if frame is not None and not frame.f_globals["__name__"].startswith("asyncio."):
+            frames.append(frame)
+        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "ag_await", None)
+    if not frames:
+        return "asyncio"
+    inner, outer = frames[-1], frames[0].f_code.co_qualname
+    where = f"{inner.f_code.co_qualname}:{inner.f_lineno}"
+    return where if inner is frames[0] else f"{outer} in {where}"
 
 
 def run(main: Coroutine[Any, Any, T], *, limit: float = float("inf")) -> T:

@@ -1,28 +1,33 @@
-"""An Observer that keeps everything in order of happening: what determinism and invariants are checked on."""
+"""An Observer that keeps everything in order of happening: what determinism is checked on, and what tests look at."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.core.types import Trajectory
+from asyncrl.core.types import Batch, Trajectory
 from asyncrl.ports import StepMetrics
 
 
 class TraceRecorder:
-    """``events`` are plain tuples, equal between two runs of one seed."""
+    """``events`` are plain tuples, equal between two runs of one seed; none costs work or memory a token. With
+    ``keep_batches`` what was trained is kept as well, tokens and all."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep_batches: bool = False) -> None:
         self.events: list[tuple[Any, ...]] = []
-        self.steps: list[StepMetrics] = []
+        self.batches: list[Batch] = []
+        self._keep_batches = keep_batches
 
     def step(self, metrics: StepMetrics) -> None:
-        self.steps.append(metrics)
-        groups = [(g.id, g.v_traj, tuple(g.rewards)) for g in metrics.batch.groups]
-        self.events.append(("step", metrics.at, metrics.batch.step, groups))
+        batch = metrics.batch
+        if self._keep_batches:
+            self.batches.append(batch)
+        groups = [(g.id, g.v_traj, tuple(g.rewards)) for g in batch.groups]
+        self.events.append(("step", metrics.at, batch.step, groups))
 
     def trajectory(self, trajectory: Trajectory, state: str) -> None:
-        self.events.append(("trajectory", trajectory.id, state, len(trajectory.tokens), tuple(trajectory.versions)))
+        t = trajectory
+        self.events.append(("trajectory", t.id, state, len(t.tokens), t.turns, t.reward, t.v_traj, t.versions[-1:]))
 
     def server(self, name: str, at: float, running: int, version: int, up: bool = True) -> None:
         self.events.append(("server", name, at, running, version, up))

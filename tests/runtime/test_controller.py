@@ -12,10 +12,10 @@ from asyncrl.config import RecipeError
 from asyncrl.ports import TrainerError
 from asyncrl.runtime.llm_proxy import FleetDown
 from asyncrl.runtime.user_code import EnvFailing
+from asyncrl.sim.env import SimEnv
 from asyncrl.sim.loop import run
-from asyncrl.sim.world import SimEnv
 
-from .world import ClosingEnv, cancelled_at, check_laws, env_of, play, random_recipe, recipe
+from .world import cancelled_at, check_laws, play, random_recipe, recipe, started
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -64,7 +64,7 @@ def test_alpha_zero_is_synchronous() -> None:
     requests = [(e[3], e[4]) for e in simulation.trace.events if e[0] == "span" and e[2] == "generate"]
     assert len(training) == 5
     assert not any(start < b and a < end for a, b in training for start, end in requests)
-    assert all(v == b.step for b in simulation.trainer.batches for t in b.trajectories for v in t.versions if v >= 0)
+    assert all(v == b.step for b in simulation.trace.batches for t in b.trajectories for v in t.versions if v >= 0)
 
 
 def test_alpha_one_overlaps_training_with_generation() -> None:
@@ -75,13 +75,18 @@ def test_alpha_one_overlaps_training_with_generation() -> None:
     overlapped = sum(any(start < b and a < end for start, end in requests) for a, b in training)
     assert overlapped >= 5
     synchronous = play(recipe(staleness={"bound": 0}, run={"steps": 6}))
-    assert simulation.trace.steps[-1].at < 0.9 * synchronous.trace.steps[-1].at
+    assert ended(simulation) < 0.9 * ended(synchronous)
+
+
+def ended(simulation: Simulation) -> float:
+    """When the last step ended."""
+    return max(e[1] for e in simulation.trace.events if e[0] == "step")
 
 
 def test_an_update_interrupts_requests_which_then_mix_versions() -> None:
     settings = recipe(staleness={"bound": 2}, env={"max_turns": 1}, rollout={"max_new_tokens": 300}, run={"steps": 8})
     mixed = [
-        t for b in play(settings).trainer.batches for t in b.trajectories if len({v for v in t.versions if v >= 0}) > 1
+        t for b in play(settings).trace.batches for t in b.trajectories if len({v for v in t.versions if v >= 0}) > 1
     ]
     assert mixed
 
@@ -90,7 +95,7 @@ def test_draining_never_mixes_versions_within_a_turn() -> None:
     settings = recipe(staleness={"bound": 2}, env={"max_turns": 1}, update={"running": "drain"}, run={"steps": 8})
     simulation = play(settings)
     check_laws(settings, simulation)
-    assert all(len({v for v in t.versions if v >= 0}) == 1 for b in simulation.trainer.batches for t in b.trajectories)
+    assert all(len({v for v in t.versions if v >= 0}) == 1 for b in simulation.trace.batches for t in b.trajectories)
 
 
 def test_filtered_groups_are_refilled_exactly() -> None:
@@ -152,13 +157,11 @@ def test_a_server_that_restarts_is_used_again_with_current_weights() -> None:
 def test_a_dead_trainer_ends_the_run_and_the_books_balance() -> None:
     simulations: list[Simulation] = []
 
-    async def main() -> None:
-        simulations.append(await simulated(recipe(run={"steps": 10})))
-        simulations[0].trainer.crash_at(2)
-        await simulations[0].run.controller.run()
+    async def sabotage(simulation: Simulation) -> None:
+        simulation.trainer.crash_at(2)
 
     with pytest.raises(ExceptionGroup) as caught:
-        run(main(), limit=1e6)
+        run(started(recipe(run={"steps": 10}), simulations, sabotage), limit=1e6)
     assert caught.group_contains(TrainerError, match="died in step 2")
     counts = simulations[0].run.buffer.ledger.counts()
     assert counts["aborted"] > 0
@@ -166,33 +169,23 @@ def test_a_dead_trainer_ends_the_run_and_the_books_balance() -> None:
 
 
 def test_one_bad_episode_never_ends_a_run_but_a_failing_env_does() -> None:
-    settings = recipe(env={"failure_window": 20, "max_failure_rate": 0.5, "retries": 1})
-
-    async def main() -> None:
-        simulation = await simulated(settings, env=lambda r: SimEnv(rng=r, crash=1.0))
-        await simulation.run.controller.run()
-
+    settings = recipe(env={"failure_window": 20, "max_failure_rate": 0.5, "retries": 1}, sim={"env": {"crash": 1.0}})
     with pytest.raises(ExceptionGroup) as caught:
-        run(main(), limit=1e6)
+        play(settings)
     assert caught.group_contains(EnvFailing, match="100% of the last 20 .*simulated crash")
     assert caught.group_contains(EnvFailing, match="Traceback")
 
 
 def test_hanging_envs_are_timed_out_and_replaced() -> None:
-    settings = recipe(env={"step_timeout_s": 5, "reset_timeout_s": 5, "reward_timeout_s": 5, "episode_timeout_s": 20})
-
-    async def main() -> Simulation:
-        simulation = await simulated(settings, env=lambda r: SimEnv(rng=r, turns=2, hang=0.1))
-        await simulation.run.controller.run()
-        return simulation
-
-    simulation = run(main(), limit=1e6)
-    assert len(simulation.trainer.batches) == settings.run.steps
+    timeouts = {"step_timeout_s": 5, "reset_timeout_s": 5, "reward_timeout_s": 5, "episode_timeout_s": 20}
+    settings = recipe(env=timeouts, sim={"env": {"hang": 0.1}})
+    simulation = play(settings)
+    check_laws(settings, simulation)
     reasons = simulation.run.buffer.ledger.reasons()["failed"]
     assert reasons and all(reason == "step: no answer within 5 s" for reason in reasons)
 
 
-def test_an_env_that_raises_cancelled_error_or_exits_fails_its_episode_only() -> None:
+def test_an_env_that_raises_cancelled_error_or_exits_fails_its_episode_only(monkeypatch: pytest.MonkeyPatch) -> None:
     class Rude(SimEnv):
         async def step(self, action):  # type: ignore[no-untyped-def]
             draw = self._rng.random()
@@ -202,34 +195,26 @@ def test_an_env_that_raises_cancelled_error_or_exits_fails_its_episode_only() ->
                 raise SystemExit(3)
             return await super().step(action)
 
-    settings = recipe()
-
-    async def main() -> Simulation:
-        simulation = await simulated(settings, env=lambda r: Rude(rng=r))
-        await simulation.run.controller.run()
-        return simulation
-
-    reasons = run(main(), limit=1e6).run.buffer.ledger.reasons()["failed"]
+    monkeypatch.setattr("asyncrl.sim.env.SimEnv", Rude)
+    reasons = play(recipe()).run.buffer.ledger.reasons()["failed"]
     assert {reason.split(":")[1].strip() for reason in reasons} == {"CancelledError", "SystemExit"}
 
 
 def test_cancelling_at_any_turn_of_the_loop_leaves_the_books_right() -> None:
     """AsyncController.run raises LedgerError if they were not; besides, servers and environments must be empty."""
-    settings = recipe(run={"steps": 2})
+    slow = {"kind": "normal", "mean": 0.5, "std": 0.5}
+    settings = recipe(
+        rollout={"batch_groups": 2, "num_envs": 6}, run={"steps": 2}, sim={"env": {"step": slow, "crash": 0.1}}
+    )
     turn = 1
     while True:
         simulations: list[Simulation] = []
 
-        async def main(simulations: list[Simulation] = simulations) -> None:
-            simulation = await simulated(settings, env=env_of(0, 2))
-            simulations.append(simulation)
-            await simulation.run.controller.run()
-
-        if not cancelled_at(turn, main()):
+        if not cancelled_at(turn, started(settings, simulations)):
             break
         turn += 1
         if simulations:
             simulation = simulations[0]
             assert all(i.running == 0 and i.tokens == 0 for i in simulation.run.proxy.instances)
-            assert ClosingEnv.open == 0
-    assert turn > 700
+            assert simulation.envs.open == 0
+    assert turn > 300

@@ -11,13 +11,11 @@ from asyncrl.build.virtual import Simulation, simulated
 from asyncrl.config import Recipe, load_table
 from asyncrl.core.ledger import FINAL
 from asyncrl.core.policy.routing import least_loaded
-from asyncrl.env import Env
 from asyncrl.ports import EngineInfo
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.sim.engine import SimEngine
 from asyncrl.sim.loop import VirtualLoop, run
 from asyncrl.sim.trace import TraceRecorder
-from asyncrl.sim.world import SimEnv
 
 T = TypeVar("T")
 
@@ -26,6 +24,15 @@ SMALL: dict[str, Any] = {
     "rollout": {"batch_groups": 3, "group_size": 2, "num_envs": 8, "max_new_tokens": 60, "max_tokens": 400},
     "engine": {"count": 2, "max_running_requests": 3, "max_total_tokens": 1000, "stream_interval": 8},
     "run": {"steps": 4},
+    "sim": {
+        "instance": {"load_s": 0.5, "start_s": 0.5},
+        "trainer": {"fixed_s": 1.0},
+        "weights": {"gigabytes": 0.2},
+        "lengths": {"kind": "lognormal", "mean": 90, "tailness": 77},
+        "prompt_tokens": {"kind": "constant", "value": 10},
+        "tasks": 50,
+        "stall_s": 1e5,
+    },
 }
 
 
@@ -37,11 +44,13 @@ def recipe(**tables: Any) -> Recipe:
     return load_table(merged)
 
 
-def random_recipe(seed: int) -> Recipe:
-    """A small recipe whose settings are drawn from the seed."""
+def random_recipe(seed: int, sim: dict[str, Any] | None = None, **tables: Any) -> Recipe:
+    """A small recipe whose settings are drawn from the seed; further settings of ``[sim]`` and other tables go over
+    it."""
     rng = random.Random(f"recipe {seed}")
     replicate = rng.random() < 0.7
     group_size = rng.randint(2, 4)
+    slow = rng.choice([0.0, 0.5, 5.0])
     return recipe(
         seed=seed,
         staleness={"bound": rng.choice([0, 0, 0.5, 1, 1, 1.5, 2, 3])},
@@ -61,53 +70,56 @@ def random_recipe(seed: int) -> Recipe:
             "stream_interval": rng.choice([0, 1, 8]),
             "routing": rng.choice(["least_loaded", "prefix_affine", "round_robin"]),
         },
+        weights={"transport": rng.choice(["disk", "collective"])},
+        sim={
+            "instance": {
+                "load_s": rng.choice([0.0, 0.5]),
+                "start_s": 0.5,
+                "chunked_prefill": rng.choice([0, 0, 16]),
+                "prefix_cache": rng.random() < 0.7,
+            },
+            "weights": {"gigabytes": rng.choice([0.01, 0.2, 2.0])},
+            "env": {
+                "step": {"kind": "normal", "mean": slow, "std": slow} if slow else {"kind": "constant", "value": 0},
+                "turns": rng.choice([None, {"kind": "empirical", "values": [1, 2, 3]}]),
+                "crash": rng.choice([0.0, 0.0, 0.1]),
+                "spread": rng.choice([0.0, 0.5]),
+            },
+            "task_share": rng.choice([0.0, 0.5]),
+            **(sim or {}),
+        },
+        **tables,
     )
-
-
-class ClosingEnv(SimEnv):
-    """Counts environments that are open."""
-
-    open = 0
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        type(self).open += 1
-
-    async def close(self) -> None:
-        type(self).open -= 1
-
-
-def env_of(seed: int, turns: int) -> Callable[[random.Random], Env]:
-    rng = random.Random(f"env {seed}")
-    crash, slow = rng.choice([0.0, 0.0, 0.1]), rng.choice([0.0, 0.5, 5.0])
-    ClosingEnv.open = 0
-    return lambda r: ClosingEnv(rng=r, turns=turns, crash=crash, latency=lambda g: g.random() * slow)
 
 
 def play(settings: Recipe, during: Callable[[Simulation], Coroutine[Any, Any, None]] | None = None) -> Simulation:
     """The whole run on virtual time. ``during`` runs beside it (faults), and is cancelled with it."""
+    simulations: list[Simulation] = []
+    run(started(settings, simulations, during), limit=1e6)
+    return simulations[0]
 
-    async def main() -> Simulation:
-        simulation: list[Simulation] = []
 
-        async def disturb() -> None:
-            if during is not None:
-                await during(simulation[0])
-            await asyncio.get_running_loop().create_future()
+async def started(
+    settings: Recipe,
+    simulations: list[Simulation],
+    during: Callable[[Simulation], Coroutine[Any, Any, None]] | None = None,
+) -> None:
+    """The whole run; the simulation is put into ``simulations`` before it begins."""
 
-        env = env_of(settings.seed, settings.env.max_turns)
-        simulation.append(await simulated(settings, env=env, services=[disturb]))
-        await simulation[0].run.controller.run()
-        return simulation[0]
+    async def disturb() -> None:
+        if during is not None:
+            await during(simulations[0])
 
-    return run(main(), limit=1e6)
+    simulation = await simulated(settings, services=[disturb])
+    simulations.append(simulation)
+    await simulation.play()
 
 
 def check_laws(settings: Recipe, simulation: Simulation) -> None:
     """What every finished run must satisfy, whatever happened in it."""
     ledger, bound = simulation.run.buffer.ledger, settings.staleness.bound
     ledger.check_balanced()
-    batches = simulation.trainer.batches
+    batches = simulation.trace.batches
     assert [b.step for b in batches] == list(range(settings.run.steps))
     consumed = [t.id for b in batches for t in b.trajectories]
     assert len(consumed) == len(set(consumed)) == ledger.counts()["consumed"]
@@ -125,7 +137,7 @@ def check_laws(settings: Recipe, simulation: Simulation) -> None:
     ended = [e for e in simulation.trace.events if e[0] == "trajectory"]
     assert len({e[1] for e in ended}) == len(ended), "a trajectory was reported twice"
     assert {e[2] for e in ended} <= {str(s) for s in FINAL}
-    assert ClosingEnv.open == 0, "an environment was not closed"
+    assert simulation.envs.open == 0, "an environment was not closed"
 
 
 async def proxy_over(*engines: SimEngine, **kwargs: Any) -> LLMProxy:

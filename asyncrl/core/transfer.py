@@ -1,0 +1,73 @@
+"""How long new weights take from the trainer to the servers, per transport: pure formulas, for plans and simulations.
+
+``prepare`` runs beside generation, ``deliver`` with the servers paused. What a server itself needs to take weights in
+comes on top (``sim.instance.load_s``).
+
+    transport    prepare                              deliver
+    disk         gather, then write once              every server reads all of it from one shared folder
+    collective   gather                               one pipelined broadcast from the trainer to all servers
+    relay        gather, then a chain broadcast from  each server loads from its own host's memory
+                 host to host (Laminar appendix C)
+
+Both broadcasts pass chunks down a chain of p = servers + 1 nodes, in the best whole number of chunks
+(core/theory/broadcast.py); a ring or tree of a collective library is no slower.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from asyncrl.core.theory.broadcast import Chain, best_chunks, broadcast_time
+
+Transport = Literal["disk", "collective", "relay"]
+
+
+class Speeds(Protocol):
+    """The recipe's ``[sim.weights]``: sizes in GB, speeds in GB/s, ``hop_s`` in seconds a chunk and hop."""
+
+    @property
+    def gigabytes(self) -> float: ...
+    @property
+    def gather_gb_s(self) -> float: ...
+    @property
+    def disk_gb_s(self) -> float: ...
+    @property
+    def link_gb_s(self) -> float: ...
+    @property
+    def hop_s(self) -> float: ...
+    @property
+    def local_gb_s(self) -> float: ...
+
+
+def seconds_to_prepare(speeds: Speeds, transport: Transport, servers: int) -> float:
+    """From the end of a train step until ``deliver`` can begin, on a fleet of ``servers``."""
+    gather_s = speeds.gigabytes / speeds.gather_gb_s
+    match transport:
+        case "disk":
+            return gather_s + speeds.gigabytes / speeds.disk_gb_s
+        case "collective":
+            return gather_s
+        case "relay":
+            return gather_s + broadcast_seconds(speeds, servers)
+
+
+def seconds_to_deliver(speeds: Speeds, transport: Transport, servers: int) -> float:
+    """Until the last of ``servers`` paused servers has received the weights; 0 for no server."""
+    if not servers:
+        return 0.0
+    match transport:
+        case "disk":
+            return servers * speeds.gigabytes / speeds.disk_gb_s
+        case "collective":
+            return broadcast_seconds(speeds, servers)
+        case "relay":
+            return speeds.gigabytes / speeds.local_gb_s
+
+
+def broadcast_seconds(speeds: Speeds, servers: int) -> float:
+    """T(p, k) of a chain of the trainer and ``servers``, in the best number of chunks k (Laminar C.2, C.3)."""
+    byte_s = 1e-9 / speeds.link_gb_s
+    if not speeds.hop_s:  # chunks cost nothing: with ever more of them only the copy itself is left
+        return speeds.gigabytes * 1e9 * byte_s
+    chain = Chain(nodes=servers + 1, size=speeds.gigabytes * 1e9, byte_s=byte_s, start_s=speeds.hop_s)
+    return broadcast_time(chain, best_chunks(chain))

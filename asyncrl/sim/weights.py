@@ -1,0 +1,60 @@
+"""The simulated way of weights to the servers: seconds by the formulas of core/transfer.py, then each server's load.
+
+Keeps the versions that the real transport would still have, and refuses others as it does: the shared folder holds the
+newest two, the trainer stages one for the collective, relays keep the newest two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+from asyncrl.config import WeightsModel
+from asyncrl.core.transfer import Transport, seconds_to_deliver, seconds_to_prepare
+from asyncrl.ports import Engine, EngineError, TrainerError
+from asyncrl.sim.trainer import SimTrainer
+
+
+class SimTransport:
+    """Moves ``trainer``'s weights to a fleet of ``servers``."""
+
+    def __init__(self, model: WeightsModel, transport: Transport, *, servers: int, trainer: SimTrainer) -> None:
+        self._model = model
+        self._transport = transport
+        self._servers = servers
+        self._trainer = trainer
+        self._kept: deque[int] = deque([trainer.version], maxlen=1 if transport == "collective" else 2)
+
+    async def connect(self, engines: Sequence[Engine]) -> None:
+        await asyncio.sleep(0)
+
+    async def prepare(self, version: int) -> None:
+        self._trainer.check_alive()
+        if self._transport == "collective":  # staging overwrites what was staged
+            self._kept.clear()
+        await asyncio.sleep(seconds_to_prepare(self._model, self._transport, self._servers))
+        self._trainer.check_alive()
+        self._kept.append(version)
+
+    async def deliver(self, engines: Sequence[Engine], version: int) -> None:
+        if version not in self._kept:
+            kept = ", ".join(map(str, self._kept)) or "none"
+            raise TrainerError(f"version {version} cannot be delivered by {self._transport}: it has {kept}")
+        await asyncio.sleep(seconds_to_deliver(self._model, self._transport, len(engines)))
+        failures: list[EngineError] = []
+
+        async def load(engine: Engine) -> None:
+            try:
+                await engine.load_from_disk(f"version {version}", version)
+            except EngineError as error:
+                failures.append(error)
+
+        async with asyncio.TaskGroup() as group:
+            for engine in engines:
+                group.create_task(load(engine))
+        if failures:
+            raise failures[0]
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
