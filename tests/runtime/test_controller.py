@@ -185,6 +185,17 @@ def test_hanging_envs_are_timed_out_and_replaced() -> None:
     assert reasons and all(reason == "step: no answer within 5 s" for reason in reasons)
 
 
+def test_hanging_envs_hold_up_nothing_where_each_group_has_members_to_spare() -> None:
+    settings = recipe(
+        rollout={"group_size_redundancy": 4, "num_envs": 18}, sim={"env": {"hang": 0.1}}, run={"steps": 12}
+    )
+    simulation = play(settings)
+    check_laws(settings, simulation)
+    ledger = simulation.run.buffer.ledger
+    assert ledger.reasons() == {"surplus": {"group complete": ledger.counts()["surplus"]}}, "no deadline was met"
+    assert ledger.counts()["surplus"] == 12 * 3 * 4
+
+
 def test_an_env_that_raises_cancelled_error_or_exits_fails_its_episode_only(monkeypatch: pytest.MonkeyPatch) -> None:
     class Rude(SimEnv):
         async def step(self, action):  # type: ignore[no-untyped-def]
