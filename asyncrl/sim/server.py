@@ -234,7 +234,6 @@ class Server(Generic[S]):
             if self._planned:
                 break
             if self._goes_on and not found:
-                self._goes_on = False
                 self._stretch()
         return found
 

@@ -311,7 +311,8 @@ def test_what_a_partition_left_behind_does_not_touch_a_new_process() -> None:
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_dropped_reply_breaks_its_stream_before_the_last_chunk(n: int) -> None:
     async def main() -> None:
-        server = engine(25)
+        lengths = iter([25, 500])
+        server = SimEngine("s", rng=random.Random(0), lengths=lambda rng, ids: next(lengths, 500), stream_interval=10)
         server.drop_reply()
         received, why = await broken(server, request(n=n))
         assert [len(c.output_ids) for c in received] == [10] * (2 * n)

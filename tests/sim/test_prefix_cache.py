@@ -106,3 +106,29 @@ def test_a_conversation_stays_a_short_path() -> None:
     while node.parent is not None:
         depth, node = depth + 1, node.parent
     assert depth == 1
+
+
+def test_a_use_of_a_branch_is_a_use_of_its_stem() -> None:
+    cache = PrefixCache()
+
+    def use(tokens: Tokens) -> None:
+        node = cache.find(data(tokens), len(tokens))
+        cache.lock(node)
+        cache.insert(node, data(tokens[node.end :]))
+        cache.unlock(node)
+
+    for tokens in [(1, 1, 2), (1, 1, 3), (5, 5), (1, 1, 2), (1, 1, 3)]:
+        use(tokens)
+    cache.evict(3)  # (5, 5) is the oldest, then the end of (1, 1, 2)
+    assert [cache.find(data(t), len(t)).end for t in [(5, 5), (1, 1, 2), (1, 1, 3)]] == [0, 2, 3]
+    use((6, 6))
+    use((1, 1, 3))
+    cache.evict(3)  # (6, 6), then the end of (1, 1, 3); the stem was used with it
+    assert [cache.find(data(t), len(t)).end for t in [(6, 6), (1, 1, 3)]] == [0, 2]
+    use((7,))
+    use((1, 1, 3))
+    use((8, 8))
+    cache.evict(2)
+    assert [cache.find(data(t), len(t)).end for t in [(7,), (1, 1, 3), (8, 8)]] == [0, 2, 2]
+    cache.evict(2)
+    assert [cache.find(data(t), len(t)).end for t in [(1, 1, 3), (8, 8)]] == [0, 2]
