@@ -40,15 +40,7 @@ import uvloop
 from asyncrl.build.fit import FULL, QUICK, describe, fit, machine
 from asyncrl.build.profile import Profile
 from asyncrl.build.simulate import simulate
-from asyncrl.config import (
-    InstanceModel,
-    Recipe,
-    SimConfig,
-    TrainerModel,
-    WeightsModel,
-    load,
-    loads_json,
-)
+from asyncrl.config import InstanceModel, Recipe, SimConfig, TrainerModel, WeightsModel, load, loads_json
 from asyncrl.core.distributions import Constant, Empirical
 from asyncrl.observe.run_dir import METRICS, RECIPE, TRACE, TRAJECTORIES, read_lines
 from asyncrl.observe.summary import read_summary
@@ -124,13 +116,13 @@ def lengths(run_dir: Path) -> tuple[list[float], list[float], float]:
     return generated, prompts, max(0.0, 1.0 - within / total) if total else 0.0
 
 
-def world(run_dir: Path, profile: Profile) -> SimConfig:
-    """What the simulation is told."""
+def world(run_dir: Path) -> SimConfig:
+    """What the simulation is told, but for the servers' speed."""
     generated, prompts, share = lengths(run_dir)
     prepare_s, still_s = weight_update(run_dir)
     return SimConfig(
         # The embedded engine has no prefix cache, and prefills first.
-        instance=InstanceModel(cost=profile.fit.cost, prefix_cache=False, chunked_prefill=0, load_s=still_s),
+        instance=InstanceModel(prefix_cache=False, chunked_prefill=0, load_s=still_s),
         trainer=trainer_speed(run_dir),
         weights=WeightsModel(
             transport="disk",
@@ -181,27 +173,40 @@ def simulated(recipe: Recipe, run_dir: Path) -> dict[str, float]:
 
 
 def compare(recipe: Recipe, real: Path, out: Path, quick: bool) -> dict[str, Any]:
-    result: dict[str, Any] = {"recipe": recipe.name, "machine": machine(), "real": figures(real), "simulated": {}}
-    result["inputs"] = {"steps": recipe.run.steps}
+    sim = world(real)
+    inputs: dict[str, Any] = {
+        "steps": recipe.run.steps,
+        "trainer": msgspec.to_builtins(sim.trainer),
+        "weights, s beside generation": 1.0 / sim.weights.gather_gb_s,
+        "weights, s that servers stand still": sim.instance.load_s,
+        "tokens of a response": sim.lengths.expected,
+        "tokens of a prompt": sim.prompt_tokens.expected,
+        "share of the lengths' variance between tasks": sim.task_share,
+    }
+    # Evaluations lie outside of what is compared.
+    told = msgspec.structs.replace(recipe, sim=sim, run=msgspec.structs.replace(recipe.run, eval_tasks=0))
+    simulations: dict[str, dict[str, float]] = {}
     for name, beside in (("fitted alone", 0), ("fitted beside a busy trainer", recipe.trainer.ranks)):
         slug = "-".join(name.split()[1:])
-        profile = fit_servers(recipe, out / f"profile-{slug}.json", beside, quick)
-        sim = world(real, profile)
+        profile = fit_servers(told, out / f"profile-{slug}.json", beside, quick)
         print(f"\nservers {name}:\n" + "\n".join(f"  {line}" for line in describe(profile)), flush=True)
-        # Evaluations lie outside of what is compared.
-        virtual = msgspec.structs.replace(recipe, sim=sim, run=msgspec.structs.replace(recipe.run, eval_tasks=0))
-        result["simulated"][name] = simulated(virtual, out / f"simulated-{slug}")
-        result["inputs"] |= {
-            f"servers {name}": msgspec.to_builtins(profile.fit.cost)
-            | {"decode error": profile.fit.decode.mean, "latency_s": profile.fit.latency_s},
-            "trainer": msgspec.to_builtins(sim.trainer),
-            "weights beside generation, s": 1.0 / sim.weights.gather_gb_s,
-            "servers stand still, s": sim.instance.load_s,
-            "mean response": sim.lengths.expected,
-            "mean prompt": sim.prompt_tokens.expected,
-            "share of the lengths' variance between tasks": sim.task_share,
+        instance = msgspec.structs.replace(sim.instance, cost=profile.fit.cost)
+        virtual = msgspec.structs.replace(told, sim=msgspec.structs.replace(sim, instance=instance))
+        simulations[name] = simulated(virtual, out / f"simulated-{slug}")
+        fit = profile.fit
+        inputs[f"servers {name}"] = msgspec.to_builtins(fit.cost) | {
+            "decode error": fit.decode.mean,
+            "prefill error": fit.prefill.mean,
+            "request_s": fit.request_s,
+            "latency_s": fit.latency_s,
         }
-    return result
+    return {
+        "recipe": recipe.name,
+        "machine": machine(),
+        "real": figures(real),
+        "simulated": simulations,
+        "inputs": inputs,
+    }
 
 
 def report(result: dict[str, Any]) -> Sequence[str]:

@@ -53,6 +53,9 @@ P = TypeVar("P", bound="StepPoint | PrefillPoint")
 CHUNKS = 8
 """Chunks of a decode load's stream: enough for a steady middle, few enough not to become a load themselves."""
 
+SETTLE_S = 0.05
+"""Between two loads: what a server does behind the last token (log, free, answer) is not the next load's."""
+
 
 class Effort(Record, frozen=True, kw_only=True):
     """How long to measure: at most ``rounds`` through all loads, and no new load after ``budget_s``."""
@@ -206,6 +209,7 @@ async def measure(
 
 
 async def _on_all(clients: Sequence[Client], load: Load) -> list[list[Stream]]:
+    await asyncio.sleep(SETTLE_S)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(client.run(load)) for client in clients]
     return [task.result() for task in tasks]

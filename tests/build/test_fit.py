@@ -15,7 +15,7 @@ from contract.tiny_model import make_model
 
 from asyncrl.build.fit import Client, Effort, Stream, describe, first_token, fit, measure, steady_step
 from asyncrl.build.profile import Profile, load_profile, write_profile
-from asyncrl.config import Recipe, RecipeError, load_table
+from asyncrl.config import Recipe, RecipeError, load, load_table
 from asyncrl.core.cost_model import CostModel
 from asyncrl.core.fitting import Fit, FitError, Load, fit_cost, new_tokens, plan_loads
 from asyncrl.ports import Chunk, EngineError, EngineLoad, GenerateRequest
@@ -32,7 +32,7 @@ def server(name: str = "server 0", cost: CostModel = COST, interval: int = 8, **
     return SimEngine(
         name,
         rng=random.Random(0),
-        lengths=lambda rng, ids: 100_000,
+        lengths=lambda rng, ids: 5,  # a measurement goes on all the same
         cost=cost,
         max_running=settings.pop("max_running", 32),
         max_tokens=settings.pop("max_tokens", 60_000),
@@ -328,3 +328,12 @@ def test_a_profile_that_cannot_be_written_says_so(profile_file: Path) -> None:
 
 def test_chunks_are_fine_enough_for_a_steady_middle() -> None:
     assert new_tokens(80) == 40 and new_tokens(40_000) == 128 and new_tokens(40_000, quick=True) == 64
+
+
+def test_the_quickstart_recipe_brings_a_profile_for_its_simulation() -> None:
+    folder = Path(__file__).parents[2] / "recipes" / "runsum"
+    settings = load(folder, files=[folder / "sim.toml"])
+    profile = msgspec.json.decode(Path(settings.sim.instance.profile).read_bytes(), type=Profile)
+    assert load_profile(Path(settings.sim.instance.profile)) == profile.fit.cost
+    assert profile.about["max_running_requests"] == settings.engine.max_running_requests
+    assert profile.fit.prompt_tokens == settings.sim.prompt_tokens.expected
