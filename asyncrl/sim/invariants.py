@@ -52,6 +52,7 @@ class Books(msgspec.Struct, kw_only=True):
     ledger: Ledger
     group_size: int
     group_size_redundancy: int
+    """Trajectories that a group may have beside ``group_size`` until it is complete."""
     staleness: Callable[[], StalenessSnapshot]
     fleet: Callable[[], FleetSnapshot]
     open_envs: Callable[[], int]

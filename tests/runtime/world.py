@@ -40,38 +40,38 @@ def recipe(**tables: Any) -> Recipe:
     """``SMALL`` with whole tables updated: ``recipe(staleness={"bound": 2})``. Checked like a user's."""
     merged = {name: dict(value) for name, value in SMALL.items()}
     for name, value in tables.items():
-        merged[name] = {**merged.get(name, {}), **value} if isinstance(value, dict) else value
+        merged[name] = _over(merged.get(name, {}), value)
     return load_table(merged)
 
 
-def random_recipe(seed: int, sim: dict[str, Any] | None = None, **tables: Any) -> Recipe:
-    """A small recipe whose settings are drawn from the seed; further settings of ``[sim]`` and other tables go over
-    it."""
+def random_recipe(seed: int, **tables: Any) -> Recipe:
+    """A small recipe whose settings are drawn from the seed, with ``tables`` laid over it as in ``recipe``."""
     rng = random.Random(f"recipe {seed}")
     replicate = rng.random() < 0.7
     group_size = rng.randint(2, 4)
     slow = rng.choice([0.0, 0.5, 5.0])
-    return recipe(
-        seed=seed,
-        staleness={"bound": rng.choice([0, 0, 0.5, 1, 1, 1.5, 2, 3])},
-        update={"running": rng.choice(["interrupt", "interrupt", "drain"])},
-        env={"max_turns": rng.randint(1, 4) if replicate else 1, "retries": rng.randint(0, 2)},
-        rollout={
+    drawn: dict[str, Any] = {
+        "seed": seed,
+        "staleness": {"bound": rng.choice([0, 0, 0.5, 1, 1, 1.5, 2, 3])},
+        "update": {"running": rng.choice(["interrupt", "interrupt", "drain"])},
+        "env": {"max_turns": rng.randint(1, 4) if replicate else 1, "retries": rng.randint(0, 2)},
+        "rollout": {
             "batch_groups": rng.randint(1, 4),
             "group_size": group_size,
             "num_envs": rng.randint(1, 12),
             "expand_num_return_sequences": replicate,
             "filter_zero_variance": rng.random() < 0.4,
             "max_additional_running_prompts": rng.choice([0, 0, 1, 3]),
+            "group_size_redundancy": rng.choice([0, 0, 1, 2]) if replicate else 0,
         },
-        engine={
+        "engine": {
             "count": rng.randint(1, 3),
             "max_running_requests": rng.randint(group_size, 8),
             "stream_interval": rng.choice([0, 1, 8]),
             "routing": rng.choice(["least_loaded", "prefix_affine", "round_robin"]),
         },
-        weights={"transport": rng.choice(["disk", "collective"])},
-        sim={
+        "weights": {"transport": rng.choice(["disk", "collective"])},
+        "sim": {
             "instance": {
                 "load_s": rng.choice([0.0, 0.5]),
                 "start_s": 0.5,
@@ -86,10 +86,13 @@ def random_recipe(seed: int, sim: dict[str, Any] | None = None, **tables: Any) -
                 "spread": rng.choice([0.0, 0.5]),
             },
             "task_share": rng.choice([0.0, 0.5]),
-            **(sim or {}),
         },
-        **tables,
-    )
+    }
+    return recipe(**{**drawn, **{name: _over(drawn.get(name), value) for name, value in tables.items()}})
+
+
+def _over(below: Any, above: Any) -> Any:
+    return {**below, **above} if isinstance(below, dict) and isinstance(above, dict) else above
 
 
 def play(settings: Recipe, during: Callable[[Simulation], Coroutine[Any, Any, None]] | None = None) -> Simulation:
@@ -125,6 +128,7 @@ def check_laws(settings: Recipe, simulation: Simulation) -> None:
     assert len(consumed) == len(set(consumed)) == ledger.counts()["consumed"]
     for batch in batches:
         assert len(batch.groups) == settings.rollout.batch_groups
+        assert {len(g.trajectories) for g in batch.groups} == {settings.rollout.group_size}
         assert all(0 <= s <= -(-bound // 1) for s in batch.staleness)
         for t in batch.trajectories:
             versions = [v for v, mask in zip(t.versions, t.loss_mask, strict=True) if mask]
