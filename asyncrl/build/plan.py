@@ -199,7 +199,8 @@ def report(recipe: Recipe, system: System, work: Workload) -> Iterator[str]:
     best = best_split(system, work)
     b = predict(best, work)
     change = f"period {b.period:.1f} s, staleness {b.staleness:.2f}" if best != system else "as it is"
-    yield f"  best split  {best.servers} × {best.server_gpus} GPU for rollout, {best.trainer_gpus} for training: {change}"
+    gpus = f"{best.servers} × {best.server_gpus} GPU for rollout, {best.trainer_gpus} for training"
+    yield f"  best split  {gpus}: {change}"
     if system.control == "inflight_cap":
         alpha = best_bound(system, work)
         a = predict(msgspec.structs.replace(system, bound=float(alpha)), work)

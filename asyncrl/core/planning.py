@@ -3,12 +3,12 @@
 ``predict`` takes what works (``System``) and what it works on (``Workload``). A *cycle* is what the trainer does from
 one batch to the next: train, prepare the weights, deliver them; servers stand still while weights are delivered.
 
-* **Rollout side.** E episodes run at once; those that wait for their environment hold no server (Little's law). A server
-  with n running sequences gives each a token in τ(n) seconds: a decode step (StaleFlow's cost model at their mean
+* **Rollout side.** E episodes run at once; those that wait for their environment hold no server (Little's law). With n
+  running sequences a server gives each a token in τ(n) seconds: a decode step (StaleFlow's cost model at their mean
   context) and its share of all prefill. An update interrupts and so costs another prefill of what is in progress.
 * **Period**, seconds a step: the longest of the trainer's cycle, the rollout of a batch with every slot in use, and
   what the staleness control makes them wait for each other:
-  - in-flight cap α ≥ 1: a version's stragglers, (E[longest of a batch] + cycle) / (⌈α⌉ + 1) (core/theory/runtime.py);
+  - in-flight cap α > 0: a version's stragglers (Eq. 2 of core/theory/runtime.py, with the chance in it);
   - α < 1: the cycle, and before it the time until 1 − α of the groups that began together have ended; for α = 0 all,
     the tail of synchronous training;
   - draining updates, single turns: what starts after an update ends before the next, so a batch's whole span;
@@ -16,15 +16,19 @@ one batch to the next: train, prepare the weights, deliver them; servers stand s
   - ``queue_drop``: nothing waits, what is too much is dropped.
 * **Staleness**: core/theory/staleness.py and runtime.py.
 
-Rough where: few slots or groups (everything is a mean; a version's groups are taken to start together), ρ near 1 (no
-queue wanders here), loads of stragglers near 1, draining updates with several turns, batch rollout and round-robin
-routing (counted as queue scheduling), KV caches that are full (preempted work is not counted), failures.
+Held against the simulation the period is within a tenth, mostly within a twentieth. Rough where: few slots or groups
+(everything is a mean; a version's groups are taken to start together), ρ near 1 (no queue wanders here), loads of
+stragglers near 1, draining updates with several turns or with a queue, batch rollout and round-robin routing (counted
+as queue scheduling), KV caches that are full (preempted work is not counted), failures; the servers' idle share under
+the in-flight cap where versions overlap (steps of unequal length make it larger).
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
+from itertools import repeat
 from typing import Literal
 
 import msgspec
@@ -36,6 +40,7 @@ from asyncrl.core.types import Record
 from asyncrl.core.workload import Workload
 
 Control = Literal["inflight_cap", "queue_drop", "queue_max"]
+Binding = Literal["rollout", "trainer", "tail", "stragglers", "eviction"]
 
 
 class System(Record, frozen=True, kw_only=True):
@@ -105,10 +110,11 @@ class Prediction(Record, frozen=True, kw_only=True):
     period: float
     shortest: float
     """No-bubble bound."""
-    binds: Literal["rollout", "trainer", "tail", "stragglers", "eviction"]
+    binds: Binding
     """What the period waits for."""
     server_idle: float
     trainer_idle: float
+    """Waiting for requests to end counts as part of an update, as in observe/busy.py."""
     wasted: float
     """Share of finished groups that are not trained (filtered ones not counted)."""
     trained_length: float
@@ -203,41 +209,35 @@ def predict(s: System, w: Workload) -> Prediction:
     pre_queue = pre_queue_staleness(concurrency=s.episodes, batch=started, tailness=tailness, rho=rho)
     in_queue = min(1.0, rho)
     period = max(cycle_s, rollout_s)
-    binds: Literal["rollout", "trainer", "tail", "stragglers", "eviction"]
-    binds = "trainer" if cycle_s >= rollout_s else "rollout"
+    binds: Binding = "trainer" if cycle_s >= rollout_s else "rollout"
     trained_length, idle_servers = 1.0, s.deliver_s / period
+    drained = s.drain and w.shape.max_turns == 1 and (s.control != "inflight_cap" or alpha >= 1.0)
+    """Whatever starts after an update has ended before the next one."""
 
     match s.control:
         case "inflight_cap":
             ahead = math.floor(alpha * s.batch_groups + 1e-9) / s.batch_groups
-            if s.drain and w.shape.max_turns == 1 and ahead >= 1:
-                span = _wave(s, w, groups, most)
-                forced, reason = max(train_s + s.prepare_s, span) + s.deliver_s, "tail"
-                if forced > period:
-                    period, binds = forced, "tail"
-                idle_servers = max(0.0, 1.0 - span / period)
+            reason: Binding = "tail"
+            if ahead == 0:
+                forced = cycle_s + _wave(s, w, groups, most)
+            elif drained:
+                forced = max(train_s + s.prepare_s, _wave(s, w, groups, most)) + s.deliver_s
             else:
-                if ahead > 0:
-                    forced = _stragglers(s, w, full, cycle_s, pause, groups)
-                    if forced > period:
-                        period, binds = forced, "stragglers"
-                if ahead < 1:
-                    needed = max(1, math.ceil(groups - ahead * s.batch_groups))
-                    forced = cycle_s + _wave(s, w, groups, most, needed)
-                    if forced > period:
-                        period, binds = forced, "tail"
-                idle_servers = cycle_s / period if ahead == 0 else s.deliver_s / period
-            staleness = ahead if rho >= 1.0 or binds in ("tail", "stragglers") else min(ahead, natural)
+                forced, reason = _stragglers(s, w, full, cycle_s, rollout_s, pause, groups), "stragglers"
+            if forced > 1.001 * period:
+                period, binds = forced, reason
+            idle_servers = _idle(s, w, full, period, started)
+            staleness = ahead if rho >= 1.0 or binds == reason else min(ahead, natural)
         case "queue_drop":
             in_queue = in_queue_staleness(rho=rho, q=s.queue)
             staleness = pre_queue + in_queue
         case "queue_max":
-            for _ in range(3):  # what is trained is shorter, and so is the cycle
+            for _ in range(5):  # what is trained is shorter, and so is the cycle
                 period, staleness, trained_length = _queue_max(s, w, episode_s, x, cycle_s, rollout_s)
                 read = w.tokens - w.generated
                 train_s = s.fixed_s + batch * (read + w.generated * trained_length) / trained_per_s
                 cycle_s = train_s + s.prepare_s + s.deliver_s
-            if period > max(cycle_s, rollout_s) * (1 + 1e-9):
+            if period > 1.001 * max(cycle_s, rollout_s):
                 binds = "eviction"
             idle_servers = s.deliver_s / period
     batch_tokens = batch * w.generated
@@ -270,7 +270,7 @@ def predict(s: System, w: Workload) -> Prediction:
         shortest=shortest,
         binds=binds,
         server_idle=idle_servers,
-        trainer_idle=max(0.0, 1.0 - cycle_s / period),
+        trainer_idle=0.0 if drained else max(0.0, 1.0 - cycle_s / period),
         wasted=0.0 if s.control == "inflight_cap" else max(0.0, 1.0 - batch / ended),
         trained_length=trained_length,
         kv_used=full.n * w.context / s.kv_tokens,
@@ -279,9 +279,9 @@ def predict(s: System, w: Workload) -> Prediction:
     )
 
 
-def _wave(s: System, w: Workload, groups: int, most: float, needed: int | None = None) -> float:
-    """Seconds until ``needed`` (else all) of the groups of a batch have ended that begin together on idle servers."""
-    size, needed = w.shape.group_size, needed or groups
+def _wave(s: System, w: Workload, groups: int, most: float) -> float:
+    """Seconds until the groups of a batch have ended that begin together on idle servers."""
+    size = w.shape.group_size
     total = (groups + s.redundant) * size
     slots = min(s.episodes, total)
     if not w.wait:
@@ -289,33 +289,71 @@ def _wave(s: System, w: Workload, groups: int, most: float, needed: int | None =
 
     def span(pace: _Pace) -> float:
         if slots < total:
-            ratio = w.makespan(needed * size, slots, pace.x)
+            ratio = w.makespan(groups * size, slots, pace.x)
         else:
-            ratio = w.ranked(needed, groups + s.redundant, pace.x)
+            ratio = w.ranked(groups, groups + s.redundant, pace.x)
         return ratio * pace.episode_s
 
     def surplus(n: float) -> float:
         pace = _pace(s, w, n)
-        return needed * size * w.generated * pace.token_s / (span(pace) * s.servers) - n
+        return groups * size * w.generated * pace.token_s / (span(pace) * s.servers) - n
 
     return span(_pace(s, w, _root(surplus, 0.0, min(most, slots / s.servers))))
 
 
-def _stragglers(s: System, w: Workload, full: _Pace, cycle_s: float, pause: float, groups: int) -> float:
-    """The period that the longest groups of a version force (Eq. 2 of core/theory/runtime.py), at the speed of as many
-    sequences as that period lets run. Each update on their way costs them ``pause``."""
-    ahead = math.ceil(s.bound)
-    started = groups * w.shape.group_size
+def _stragglers(
+    s: System, w: Workload, full: _Pace, cycle_s: float, rollout_s: float, pause: float, groups: int
+) -> float:
+    """The period where step v waits for the longest group of version v − ⌈α⌉, with the switches' times
 
-    def forced(pace: _Pace) -> float:
-        longest = w.ranked(groups, groups + s.redundant, pace.x) * pace.episode_s
-        return (longest + ahead * pause + cycle_s) / (ahead + 1)
+        s(v + 1)  =  cycle + max(s(v) + max(0, rollout − cycle), s(v − ⌈α⌉) + X + ⌈α⌉·pause),
 
-    def surplus(n: float) -> float:
-        pace = _pace(s, w, n)
-        return pause + started / pace.rate - forced(pace)
+    X drawn anew for each version. Where every step waits, its mean is Eq. 2 of core/theory/runtime.py; chance makes the
+    period longer. Below α = 1 step v also needs a share 1 − α of the groups that version v begins. While a step waits
+    admission is exhausted, so rollout does not get ahead meanwhile. X is at the speed of as many sequences as the
+    period lets run; each update on their way costs them ``pause``.
+    """
+    ahead, size, started = math.ceil(s.bound), w.shape.group_size, groups + s.redundant
+    needed = math.ceil((1.0 - s.bound) * groups - 1e-9)
+    wait = max(0.0, rollout_s - cycle_s)
+    pace, period = full, rollout_s
+    for _ in range(4):  # a contraction: the period hardly depends on the speed
+        switches = [0.0] * (ahead + 1)
+        longest = w.draws(groups, started, pace.x)
+        own = w.draws(needed, started, pace.x) if needed > 0 else repeat(0.0)
+        for span, first in zip(longest, own):  # noqa: B905 (``own`` may have no end)
+            ended = switches[-1 - ahead] + span * pace.episode_s + ahead * pause
+            switches.append(cycle_s + max(switches[-1] + max(wait, first * pace.episode_s), ended))
+        skipped = len(switches) // 8
+        period = (switches[-1] - switches[skipped]) / (len(switches) - 1 - skipped)
+        running = groups * size * w.generated * pace.token_s / max(period - pause, 1e-9)
+        pace = _pace(s, w, min(full.n, running / s.servers))
+    return period
 
-    return forced(_pace(s, w, _root(surplus, 0.0, full.n)))
+
+def _idle(s: System, w: Workload, full: _Pace, period: float, started: float) -> float:
+    """Share of the time in which a server has nothing to do under the in-flight cap.
+
+    At each switch ``started`` trajectories begin, as far as there are slots, and are dealt to the servers. A server is
+    idle when all of its part have ended, of this version and of those before; and while weights are delivered.
+    """
+    part, count = started / s.servers, 32
+    late = max(0.0, started - s.episodes) / full.rate
+    moments = [(i + 0.5) / count * (period - s.deliver_s) - late for i in range(count)]
+    pace, idle = full, 0.0
+    for _ in range(4):  # a contraction: the sequences on a busy server, and with them the speed, follow from the share
+        busy = 0.0
+        for at in moments:
+            ended = 1.0
+            for version in range(math.ceil(s.bound) + 1):
+                since = at + version * period
+                ended *= w.ended_by(since / pace.episode_s, pace.x) ** part if since > 0 else 0.0
+                if ended < 1e-6:
+                    break
+            busy += (1.0 - ended) / count * (1.0 - s.deliver_s / period)
+        idle = 1.0 - busy
+        pace = _pace(s, w, min(full.n, part * w.generated * pace.token_s / (period * max(busy, 1e-9))))
+    return idle
 
 
 def _queue_max(
@@ -366,7 +404,7 @@ def with_split(s: System, servers: int) -> System:
     return msgspec.structs.replace(s, servers=servers, trainer_gpus=s.gpus - servers * s.server_gpus)
 
 
-def splits(s: System, most: int = 64) -> list[System]:
+def splits(s: System, most: int = 32) -> list[System]:
     """The same GPUs in every split between rollout and training, at most about ``most`` of them, evenly."""
     count = (s.gpus - 1) // s.server_gpus
     stride = max(1, math.ceil(count / most))
@@ -399,4 +437,4 @@ def best_bound(s: System, w: Workload, *, of_most: float = 0.98, largest: int = 
         return predict(msgspec.structs.replace(s, bound=float(alpha)), w).trajectories_per_s
 
     enough = of_most * rate(largest)
-    return next(alpha for alpha in range(largest + 1) if rate(alpha) >= enough)
+    return bisect_left(range(largest), True, key=lambda alpha: rate(alpha) >= enough)

@@ -17,6 +17,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable
 from itertools import accumulate
+from operator import mul
 from random import Random
 from statistics import NormalDist
 
@@ -25,6 +26,8 @@ from asyncrl.core.types import Record
 
 DRAWS = 4096
 """Turns that are drawn, about."""
+RANKS = 256
+"""Draws of a batch's span."""
 NODES = 4
 """Intervals of x = E[W]/E[D] between which ratios are interpolated."""
 
@@ -121,6 +124,8 @@ class Workload:
         self._waits = [value / self.wait for value in waits] if self.wait else []
         self._spans: dict[int, list[float]] = {}
         self._tops: dict[int, list[float]] = {}
+        self._sorted: dict[int, list[float]] = {}
+        self._draws: dict[tuple[int, int, int], list[float]] = {}
         self._sums: dict[int, list[float]] = {}
         self._known: dict[tuple[object, ...], float] = {}
 
@@ -135,21 +140,55 @@ class Workload:
         return self._at(x, (k, groups), lambda node: _ranked(self._top(node), k, groups))
 
     def makespan(self, trajectories: int, slots: int, x: float) -> float:
-        """E[span of ``trajectories`` that ``slots`` slots play one after another, each as soon as it is free] / E[D]."""
+        """E[span of ``trajectories`` played on ``slots`` slots, each the next one as soon as it is free] / E[D]."""
         return self._at(x, ("all", trajectories, slots), lambda node: _makespan(self._span(node), trajectories, slots))
+
+    def draws(self, k: int, groups: int, x: float) -> list[float]:
+        """``RANKS`` draws of the span until ``k`` of ``groups`` groups have ended that began together, over E[D]."""
+        low, part = self._node(x)
+        below = self._draws_at(k, groups, low)
+        if not part:
+            return below
+        return [(1.0 - part) * a + part * b for a, b in zip(below, self._draws_at(k, groups, low + 1), strict=True)]
+
+    def _draws_at(self, k: int, groups: int, node: int) -> list[float]:
+        if (drawn := self._draws.get((k, groups, node))) is None:
+            rng, top = Random(0), self._top(node)
+            ranks = [1.0] * RANKS
+            for rank in range(groups, k - 1, -1):  # each time the largest of the uniform numbers that are left
+                strata = [((i + 0.5) / RANKS) ** (1.0 / rank) for i in range(RANKS)]
+                rng.shuffle(strata)
+                ranks = list(map(mul, ranks, strata))
+            drawn = self._draws[k, groups, node] = [_quantile(top, p) for p in ranks]
+        return drawn
+
+    def ended_by(self, span: float, x: float) -> float:
+        """Share of trajectories that end within ``span`` · E[D]."""
+        node = self._nearest(x)
+        if node not in self._sorted:
+            self._sorted[node] = sorted(self._span(node))
+        return bisect_right(self._sorted[node], span) / len(self._lengths)
 
     def ended_within(self, span: float, x: float) -> tuple[float, float]:
         """Share of groups that end within ``span`` · E[D], and the mean response length in those over E[L]."""
-        tops, totals = self._by_span(round(x * NODES) if self._waits else 0)
+        tops, totals = self._by_span(self._nearest(x))
         count = bisect_right(tops, span)
         return count / len(tops), totals[count] / (self.shape.group_size * count) if count else 0.0
 
-    def _at(self, x: float, key: tuple[object, ...], of: Callable[[int], float]) -> float:
+    def _nearest(self, x: float) -> int:
+        return round(x * NODES) if self._waits else 0
+
+    def _node(self, x: float) -> tuple[int, float]:
+        """The node below x, and how far x is from it to the next."""
         if not self._waits:
-            return self._cached(key, 0, of)
+            return 0, 0.0
         node = min(NODES - 1, int(x * NODES))
-        part = x * NODES - node
-        return (1.0 - part) * self._cached(key, node, of) + part * self._cached(key, node + 1, of)
+        return node, x * NODES - node
+
+    def _at(self, x: float, key: tuple[object, ...], of: Callable[[int], float]) -> float:
+        node, part = self._node(x)
+        value = self._cached(key, node, of)
+        return value + part * (self._cached(key, node + 1, of) - value) if part else value
 
     def _cached(self, key: tuple[object, ...], node: int, of: Callable[[int], float]) -> float:
         if (value := self._known.get((key, node))) is None:
@@ -185,11 +224,15 @@ class Workload:
         return self._top(node), self._sums[node]
 
 
+def _quantile(values: list[float], p: float) -> float:
+    return values[min(len(values) - 1, int(len(values) * p))]
+
+
 def _ranked(values: list[float], k: int, n: int) -> float:
     """E[the k-th smallest of n draws with replacement] of sorted ``values``."""
     spare, size = n - k, len(values)
     if spare > 16:  # in the middle it is narrow: its quantile will do
-        return values[min(size - 1, int(size * k / (n + 1)))]
+        return _quantile(values, k / (n + 1))
     total = before = 0.0
     for i, value in enumerate(values, start=1):
         # P(at most ``spare`` of n draws lie above): a few terms of a binomial sum.
