@@ -136,7 +136,8 @@ class Client:
             tokens += len(chunk.output_ids)
             cached = max(cached, chunk.cached_tokens)
             finish = chunk.finish_reason
-            arrivals.append((self._clock(), tokens))
+            if chunk.output_ids:  # the last one may only say that it is the last
+                arrivals.append((self._clock(), tokens))
         if finish != "length" or tokens != load.new:
             raise FitError(
                 f"{self.engine.name} ended a request of {load.new} tokens after {tokens} ({finish}); was it paused?"

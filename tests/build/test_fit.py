@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -176,9 +177,9 @@ class Scripted:
         assert request.ignore_eos
         await asyncio.sleep(0.1)
         yield Chunk(
-            output_ids=[1] * self.count,  # type: ignore[arg-type]
-            logprobs=[0.0] * self.count,  # type: ignore[arg-type]
-            versions=[0] * self.count,  # type: ignore[arg-type]
+            output_ids=array("i", [1]) * self.count,
+            logprobs=array("f", [0.0]) * self.count,
+            versions=array("i", [0]) * self.count,
             finish_reason=self.reason,
         )
 
@@ -191,6 +192,21 @@ def test_a_server_that_does_not_generate_what_it_was_told_is_refused(count: int,
         assert isinstance(cause(caught.value), FitError)
 
     run(main())
+
+
+def test_a_last_chunk_without_tokens_is_no_arrival() -> None:
+    class Polite(Scripted):
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+            async for chunk in super().generate(request):
+                yield msgspec.structs.replace(chunk, finish_reason=None)
+            await asyncio.sleep(1.0)
+            yield msgspec.structs.replace(chunk, output_ids=array("i"), finish_reason="length")
+
+    async def main() -> list[Stream]:
+        return await client(Polite(9, "length")).run(Load(n=1, prompt=4, new=9))
+
+    [stream] = run(main())
+    assert stream.arrivals == ((pytest.approx(0.1), 9),)
 
 
 # --- what is read from streams ----------------------------------------------------------------------------------------
