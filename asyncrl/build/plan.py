@@ -13,6 +13,8 @@ from typing import TextIO
 
 import msgspec
 
+from asyncrl.build.profile import load_profile
+from asyncrl.build.samples import read_samples
 from asyncrl.config import Recipe
 from asyncrl.core.distributions import Constant
 from asyncrl.core.planning import Prediction, System, best_bound, best_split, predict, with_split
@@ -39,6 +41,7 @@ def shape_of(recipe: Recipe) -> Shape:
     r, env = recipe.rollout, recipe.sim.env
     return Shape(
         group_size=r.group_size,
+        redundancy=r.group_size_redundancy,
         lengths=recipe.sim.lengths,
         task_share=recipe.sim.task_share,
         max_new_tokens=r.max_new_tokens,
@@ -57,23 +60,24 @@ def shape_of(recipe: Recipe) -> Shape:
 def system_of(recipe: Recipe) -> System:
     """Servers and trainer that a recipe describes."""
     r, e, sim = recipe.rollout, recipe.engine, recipe.sim
-    prepare_s, deliver_s = update_seconds(recipe)
-    return System(
+    servers = len(e.urls) or e.count
+    system = System(
         batch_groups=r.batch_groups,
         episodes=r.num_envs * (1 if r.expand_num_return_sequences else r.group_size),
-        servers=len(e.urls) or e.count,
+        servers=servers,
         server_gpus=sim.instance.gpus,
         max_running=e.max_running_requests,
         kv_tokens=e.max_total_tokens,
-        cost=sim.instance.cost,
+        cost=load_profile(Path(sim.instance.profile)) if sim.instance.profile else sim.instance.cost,
         prefix_cache=sim.instance.prefix_cache,
         affine=e.routing == "prefix_affine",
         trainer_gpus=sim.trainer.gpus,
         tokens_per_s=sim.trainer.tokens_per_s,
         scaling=sim.trainer.scaling,
         fixed_s=sim.trainer.fixed_s,
-        prepare_s=prepare_s,
-        deliver_s=deliver_s,
+        speeds=sim.weights,
+        transport=recipe.weights.transport if sim.weights.transport == "recipe" else sim.weights.transport,
+        load_s=sim.instance.load_s,
         control=recipe.staleness.control,
         bound=recipe.staleness.bound,
         queue=recipe.staleness.queue,
@@ -81,20 +85,7 @@ def system_of(recipe: Recipe) -> System:
         redundant=r.max_additional_running_prompts,
         kept=kept_share(sim.env.success, sim.env.spread, r.group_size) if r.filter_zero_variance else 1.0,
     )
-
-
-def update_seconds(recipe: Recipe) -> tuple[float, float]:
-    """Seconds of a weight update (beside generation, with the servers standing still)."""
-    weights = recipe.sim.weights
-    gather = weights.gigabytes / weights.gather_gb_s
-    match recipe.weights.transport if weights.transport == "recipe" else weights.transport:
-        case "disk":
-            prepare_s, move_s = gather + weights.gigabytes / weights.disk_gb_s, weights.gigabytes / weights.disk_gb_s
-        case "collective":
-            prepare_s, move_s = gather, weights.gigabytes / weights.link_gb_s
-        case "relay":
-            prepare_s, move_s = gather, weights.gigabytes / weights.local_gb_s
-    return prepare_s, move_s + recipe.sim.instance.load_s
+    return with_split(system, servers)
 
 
 def kept_share(success: float, spread: float, group_size: int) -> float:
@@ -159,6 +150,7 @@ def plan(recipe: Recipe, *, out: TextIO, plot: Path | None = None) -> None:
 
     Raises ``RecipeError`` for a recipe of which nothing can be said, ``OSError`` if the picture cannot be written.
     """
+    recipe = read_samples(recipe)
     system, work = system_of(recipe), Workload(shape_of(recipe))
     for line in report(recipe, system, work):
         print(line, file=out)

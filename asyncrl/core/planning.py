@@ -36,6 +36,7 @@ import msgspec
 from asyncrl.core.cost_model import CostModel
 from asyncrl.core.theory.runtime import natural_staleness, no_bubble_period
 from asyncrl.core.theory.staleness import in_queue_staleness, pre_queue_staleness
+from asyncrl.core.transfer import Speeds, Transport, seconds_to_deliver, seconds_to_prepare
 from asyncrl.core.types import Record
 from asyncrl.core.workload import Workload
 
@@ -67,6 +68,10 @@ class System(Record, frozen=True, kw_only=True):
     """Of a weight update, beside generation."""
     deliver_s: float = 0.0
     """Of a weight update, with the servers standing still."""
+    speeds: Speeds | None = None
+    """What these two follow from, where they must be known for other numbers of servers."""
+    transport: Transport = "disk"
+    load_s: float = 0.0
     control: Control = "inflight_cap"
     bound: float = 1.0
     queue: float = 1.0
@@ -183,11 +188,6 @@ def predict(s: System, w: Workload) -> Prediction:
         raise ValueError(f"{s.servers} servers and {s.trainer_gpus} training GPUs; both sides need at least one")
     size, alpha = w.shape.group_size, s.bound
     batch = s.batch_groups * size
-    started = batch / s.kept
-    trained_per_s = s.tokens_per_s * s.trainer_gpus**s.scaling
-    train_s = s.fixed_s + batch * w.tokens / trained_per_s
-    cycle_s = train_s + s.prepare_s + s.deliver_s
-
     # Every slot in use.
     most = min(float(s.max_running), s.kv_tokens / w.context)
     n = _root(lambda n: s.episodes - s.servers * n - _pace(s, w, n).rate * w.wait, 0.0, most)
@@ -197,6 +197,11 @@ def predict(s: System, w: Workload) -> Prediction:
         limit = "max_running_requests" if most == s.max_running else "kv cache"
     episode_s = s.episodes / full.rate  # waiting for a server included
     x = w.wait / episode_s
+    trained_length = w.counted(x)
+    started = batch * w.held(x) / s.kept
+    trained_per_s = s.tokens_per_s * s.trainer_gpus**s.scaling
+    train_s = s.fixed_s + batch * (w.observed + w.generated * trained_length) / trained_per_s
+    cycle_s = train_s + s.prepare_s + s.deliver_s
     again = 0.0 if s.drain else s.episodes * w.context * s.cost.k5 / s.servers
     pause = s.deliver_s + again
     rollout_s = started / full.rate + pause
@@ -210,10 +215,9 @@ def predict(s: System, w: Workload) -> Prediction:
     in_queue = min(1.0, rho)
     period = max(cycle_s, rollout_s)
     binds: Binding = "trainer" if cycle_s >= rollout_s else "rollout"
-    trained_length, idle_servers = 1.0, s.deliver_s / period
+    idle_servers = s.deliver_s / period
     drained = s.drain and w.shape.max_turns == 1 and (s.control != "inflight_cap" or alpha >= 1.0)
     """Whatever starts after an update has ended before the next one."""
-
     match s.control:
         case "inflight_cap":
             ahead = math.floor(alpha * s.batch_groups + 1e-9) / s.batch_groups
@@ -234,17 +238,16 @@ def predict(s: System, w: Workload) -> Prediction:
         case "queue_max":
             for _ in range(5):  # what is trained is shorter, and so is the cycle
                 period, staleness, trained_length = _queue_max(s, w, episode_s, x, cycle_s, rollout_s)
-                read = w.tokens - w.generated
-                train_s = s.fixed_s + batch * (read + w.generated * trained_length) / trained_per_s
+                train_s = s.fixed_s + batch * (w.observed + w.generated * trained_length) / trained_per_s
                 cycle_s = train_s + s.prepare_s + s.deliver_s
             if period > 1.001 * max(cycle_s, rollout_s):
                 binds = "eviction"
             idle_servers = s.deliver_s / period
-    batch_tokens = batch * w.generated
-    ended = full.rate * s.kept * max(0.0, period - pause)
+    batch_tokens = batch * w.generated * trained_length
+    ended = full.rate / w.held(x) * s.kept * max(0.0, period - pause)
     shortest = no_bubble_period(
         batch_tokens=batch_tokens,
-        v_r=full.rate * w.generated * s.kept,
+        v_r=full.rate * w.generated * trained_length * batch / started,
         v_t=batch_tokens / (train_s - s.fixed_s),
         fixed_s=s.fixed_s + s.prepare_s,
         update_s=s.deliver_s,
@@ -274,14 +277,14 @@ def predict(s: System, w: Workload) -> Prediction:
         wasted=0.0 if s.control == "inflight_cap" else max(0.0, 1.0 - batch / ended),
         trained_length=trained_length,
         kv_used=full.n * w.context / s.kv_tokens,
-        tokens_per_s=batch_tokens * trained_length / period,
+        tokens_per_s=batch_tokens / period,
         trajectories_per_s=batch / period,
     )
 
 
 def _wave(s: System, w: Workload, groups: int, most: float) -> float:
     """Seconds until the groups of a batch have ended that begin together on idle servers."""
-    size = w.shape.group_size
+    size = w.members
     total = (groups + s.redundant) * size
     slots = min(s.episodes, total)
     if not w.wait:
@@ -296,7 +299,8 @@ def _wave(s: System, w: Workload, groups: int, most: float) -> float:
 
     def surplus(n: float) -> float:
         pace = _pace(s, w, n)
-        return groups * size * w.generated * pace.token_s / (span(pace) * s.servers) - n
+        work = groups * w.shape.group_size * w.held(pace.x) * w.generated * pace.token_s
+        return work / (span(pace) * s.servers) - n
 
     return span(_pace(s, w, _root(surplus, 0.0, min(most, slots / s.servers))))
 
@@ -313,7 +317,7 @@ def _stragglers(
     admission is exhausted, so rollout does not get ahead meanwhile. X is at the speed of as many sequences as the
     period lets run; each update on their way costs them ``pause``.
     """
-    ahead, size, started = math.ceil(s.bound), w.shape.group_size, groups + s.redundant
+    ahead, started = math.ceil(s.bound), groups + s.redundant
     needed = math.ceil((1.0 - s.bound) * groups - 1e-9)
     wait = max(0.0, rollout_s - cycle_s)
     pace, period = full, rollout_s
@@ -326,8 +330,8 @@ def _stragglers(
             switches.append(cycle_s + max(switches[-1] + max(wait, first * pace.episode_s), ended))
         skipped = len(switches) // 8
         period = (switches[-1] - switches[skipped]) / (len(switches) - 1 - skipped)
-        running = groups * size * w.generated * pace.token_s / max(period - pause, 1e-9)
-        pace = _pace(s, w, min(full.n, running / s.servers))
+        work = groups * w.shape.group_size * w.held(pace.x) * w.generated * pace.token_s
+        pace = _pace(s, w, min(full.n, work / (s.servers * max(period - pause, 1e-9))))
     return period
 
 
@@ -400,8 +404,15 @@ def _queue_max(
 
 
 def with_split(s: System, servers: int) -> System:
-    """The same GPUs with ``servers`` servers, the rest for training."""
-    return msgspec.structs.replace(s, servers=servers, trainer_gpus=s.gpus - servers * s.server_gpus)
+    """The same GPUs with ``servers`` servers, the rest for training; weight updates as ``speeds`` says."""
+    split = msgspec.structs.replace(s, servers=servers, trainer_gpus=s.gpus - servers * s.server_gpus)
+    if s.speeds is None:
+        return split
+    return msgspec.structs.replace(
+        split,
+        prepare_s=seconds_to_prepare(s.speeds, s.transport, servers),
+        deliver_s=seconds_to_deliver(s.speeds, s.transport, servers) + s.load_s,
+    )
 
 
 def splits(s: System, most: int = 32) -> list[System]:

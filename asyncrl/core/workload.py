@@ -24,7 +24,7 @@ from statistics import NormalDist
 from asyncrl.core.distributions import Constant, Distribution
 from asyncrl.core.types import Record
 
-DRAWS = 4096
+TURNS = 4096
 """Turns that are drawn, about."""
 RANKS = 256
 """Draws of a batch's span."""
@@ -36,6 +36,8 @@ class Shape(Record, frozen=True, kw_only=True):
     """One trajectory, as the recipe and ``[sim]`` describe it. Tokens and seconds."""
 
     group_size: int
+    redundancy: int = 0
+    """Members of a group beside those; the first ``group_size`` that end count, the rest is aborted then."""
     lengths: Distribution
     """Tokens of a turn's response, before ``max_new_tokens`` and ``max_tokens`` (of the whole) cut it."""
     task_share: float = 0.0
@@ -54,25 +56,27 @@ class Shape(Record, frozen=True, kw_only=True):
 
 
 class Workload:
-    """A sample of trajectories in groups. All attributes are means over trajectories."""
+    """A sample of trajectories in groups. Attributes are means over all trajectories that are begun."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
+        members = self.members = shape.group_size + shape.redundancy
+        """Trajectories that a group begins."""
         rng = Random(0)
-        per_group = shape.group_size * max(1.0, min(shape.turns.expected, shape.max_turns))
-        groups = max(64, round(DRAWS / per_group))
-        n = groups * shape.group_size
-        grid = [NormalDist().inv_cdf((i + 0.5) / n) for i in range(n)]
-        tasks = [NormalDist().inv_cdf((i + 0.5) / groups) for i in range(groups)]
+        groups = max(64, round(TURNS / (members * max(1.0, min(shape.turns.expected, shape.max_turns)))))
+        n = groups * members
+        normal = NormalDist()
+        grid = [normal.inv_cdf((i + 0.5) / n) for i in range(n)]
+        tasks = [normal.inv_cdf((i + 0.5) / groups) for i in range(groups)]
         rng.shuffle(tasks)
-        columns: list[list[float]] = []
-        """Scores of each turn, a permutation of the grid."""
+        columns: list[list[float]] = []  # scores of each turn: the grid, shuffled
         own, common = math.sqrt(1.0 - shape.task_share), math.sqrt(shape.task_share)
         lengths: list[float] = []
         waits: list[float] = []
-        tokens = context = read = fresh = turns = cut = 0.0
+        prompt = tokens = read = fresh = turns = cut = 0
+        context = 0.0
         for i in range(n):
-            if i % shape.group_size == 0:
+            if i % members == 0:
                 prompt = max(1, round(shape.prompt.sample(rng)))
             held, generated, turn = prompt, 0, 0
             fresh += prompt
@@ -82,11 +86,10 @@ class Workload:
                 if turn == len(columns):
                     columns.append(grid[:])
                     rng.shuffle(columns[-1])
-                score = common * tasks[i // shape.group_size] + own * columns[turn][i]
-                room = min(shape.max_new_tokens, shape.max_tokens - held)
+                score = common * tasks[i // members] + own * columns[turn][i]
                 wanted = max(1, round(shape.lengths.at(score)))
-                response = min(room, wanted)
                 cut += wanted > shape.max_new_tokens
+                response = min(wanted, shape.max_new_tokens, shape.max_tokens - held)
                 read += held
                 context += response * (held + 0.5 * response)
                 generated += response
@@ -105,11 +108,12 @@ class Workload:
             waits.append(wait)
             tokens += held
             turns += turn
+        self.prompt = shape.prompt.expected
         self.generated = math.fsum(lengths) / n
         self.wait = math.fsum(waits) / n
         """Seconds of the environment's."""
-        self.tokens = tokens / n
-        """All tokens: prompt, responses, observations."""
+        self.observed = tokens / n - self.generated
+        """Tokens that nobody generated: prompt and observations."""
         self.turns = turns / n
         self.context = context / math.fsum(lengths)
         """Tokens that a running sequence holds, averaged over time."""
@@ -117,111 +121,116 @@ class Workload:
         """Tokens prefilled without a prefix cache: the whole conversation each turn."""
         self.fresh = fresh / n
         """Tokens prefilled if each turn finds what came before in the cache."""
-        self.cut = cut > 0
-        """Whether the cap on a turn cuts any."""
-        self.prompt = shape.prompt.expected
+        self.cut = cut / turns
+        """Share of responses that ``max_new_tokens`` cuts."""
         self._lengths = [value / self.generated for value in lengths]
         self._waits = [value / self.wait for value in waits] if self.wait else []
-        self._spans: dict[int, list[float]] = {}
-        self._tops: dict[int, list[float]] = {}
-        self._sorted: dict[int, list[float]] = {}
-        self._draws: dict[tuple[int, int, int], list[float]] = {}
-        self._sums: dict[int, list[float]] = {}
+        self._nodes: dict[int, _Node] = {}
         self._known: dict[tuple[object, ...], float] = {}
+        self._draws: dict[tuple[int, int, int], list[float]] = {}
 
     # --- ratios to E[D], at x = E[W]/E[D]
 
     def tailness(self, x: float) -> float:
-        """M_tail = E[longest of a group] / E[D]."""
-        return self._at(x, ("tail",), lambda node: math.fsum(self._top(node)) / len(self._top(node)))
+        """M_tail = E[span of a group] / E[D]; without redundancy the span is its longest trajectory."""
+        return self._at(x, ("tail",), lambda node: math.fsum(node.tops) / len(node.tops))
+
+    def held(self, x: float) -> float:
+        """Slot time of a group over ``group_size`` · E[D]; 1 without redundancy."""
+        return self._at(x, ("held",), lambda node: node.held)
+
+    def counted(self, x: float) -> float:
+        """Mean length of the responses that count over that of all; 1 without redundancy."""
+        return self._at(x, ("counted",), lambda node: node.lengths_within[-1] / len(node.tops))
 
     def ranked(self, k: int, groups: int, x: float) -> float:
         """E[span until ``k`` of ``groups`` groups have ended that began together] / E[D]."""
-        return self._at(x, (k, groups), lambda node: _ranked(self._top(node), k, groups))
+        return self._at(x, ("ranked", k, groups), lambda node: _ranked(node.tops, k, groups))
 
     def makespan(self, trajectories: int, slots: int, x: float) -> float:
         """E[span of ``trajectories`` played on ``slots`` slots, each the next one as soon as it is free] / E[D]."""
-        return self._at(x, ("all", trajectories, slots), lambda node: _makespan(self._span(node), trajectories, slots))
+        return self._at(x, ("all", trajectories, slots), lambda node: _makespan(node.spans, trajectories, slots))
 
     def draws(self, k: int, groups: int, x: float) -> list[float]:
-        """``RANKS`` draws of the span until ``k`` of ``groups`` groups have ended that began together, over E[D]."""
-        low, part = self._node(x)
+        """``RANKS`` draws of what ``ranked`` is the mean of."""
+        low, part = self._place(x)
         below = self._draws_at(k, groups, low)
         if not part:
             return below
         return [(1.0 - part) * a + part * b for a, b in zip(below, self._draws_at(k, groups, low + 1), strict=True)]
 
-    def _draws_at(self, k: int, groups: int, node: int) -> list[float]:
-        if (drawn := self._draws.get((k, groups, node))) is None:
-            rng, top = Random(0), self._top(node)
-            ranks = [1.0] * RANKS
-            for rank in range(groups, k - 1, -1):  # each time the largest of the uniform numbers that are left
-                strata = [((i + 0.5) / RANKS) ** (1.0 / rank) for i in range(RANKS)]
-                rng.shuffle(strata)
-                ranks = list(map(mul, ranks, strata))
-            drawn = self._draws[k, groups, node] = [_quantile(top, p) for p in ranks]
-        return drawn
-
     def ended_by(self, span: float, x: float) -> float:
         """Share of trajectories that end within ``span`` · E[D]."""
-        node = self._nearest(x)
-        if node not in self._sorted:
-            self._sorted[node] = sorted(self._span(node))
-        return bisect_right(self._sorted[node], span) / len(self._lengths)
+        spans = self._nearest(x).sorted_spans
+        return bisect_right(spans, span) / len(spans)
 
     def ended_within(self, span: float, x: float) -> tuple[float, float]:
         """Share of groups that end within ``span`` · E[D], and the mean response length in those over E[L]."""
-        tops, totals = self._by_span(self._nearest(x))
-        count = bisect_right(tops, span)
-        return count / len(tops), totals[count] / (self.shape.group_size * count) if count else 0.0
+        node = self._nearest(x)
+        count = bisect_right(node.tops, span)
+        return count / len(node.tops), node.lengths_within[count] / count if count else 0.0
 
-    def _nearest(self, x: float) -> int:
-        return round(x * NODES) if self._waits else 0
+    # --- the nodes
 
-    def _node(self, x: float) -> tuple[int, float]:
+    def _place(self, x: float) -> tuple[int, float]:
         """The node below x, and how far x is from it to the next."""
         if not self._waits:
             return 0, 0.0
-        node = min(NODES - 1, int(x * NODES))
-        return node, x * NODES - node
+        low = min(NODES - 1, int(x * NODES))
+        return low, x * NODES - low
 
-    def _at(self, x: float, key: tuple[object, ...], of: Callable[[int], float]) -> float:
-        node, part = self._node(x)
-        value = self._cached(key, node, of)
-        return value + part * (self._cached(key, node + 1, of) - value) if part else value
+    def _nearest(self, x: float) -> _Node:
+        return self._node(round(x * NODES) if self._waits else 0)
 
-    def _cached(self, key: tuple[object, ...], node: int, of: Callable[[int], float]) -> float:
-        if (value := self._known.get((key, node))) is None:
-            value = self._known[key, node] = of(node)
+    def _node(self, i: int) -> _Node:
+        if (node := self._nodes.get(i)) is None:
+            x, spans = i / NODES, self._lengths
+            if i:
+                spans = [(1.0 - x) * a + x * b for a, b in zip(self._lengths, self._waits, strict=True)]
+            node = self._nodes[i] = _Node(spans, self._lengths, self.members, self.shape.group_size)
+        return node
+
+    def _at(self, x: float, key: tuple[object, ...], of: Callable[[_Node], float]) -> float:
+        low, part = self._place(x)
+        value = self._cached(key, low, of)
+        return value + part * (self._cached(key, low + 1, of) - value) if part else value
+
+    def _cached(self, key: tuple[object, ...], i: int, of: Callable[[_Node], float]) -> float:
+        if (value := self._known.get((*key, i))) is None:
+            value = self._known[(*key, i)] = of(self._node(i))
         return value
 
-    def _span(self, node: int) -> list[float]:
-        """D / E[D] of every trajectory."""
-        if node not in self._spans:
-            x = node / NODES
-            spans = self._lengths
-            if node:
-                spans = [(1.0 - x) * a + x * b for a, b in zip(self._lengths, self._waits, strict=True)]
-            self._spans[node] = spans
-        return self._spans[node]
+    def _draws_at(self, k: int, groups: int, i: int) -> list[float]:
+        if (drawn := self._draws.get((k, groups, i))) is None:
+            rng, tops = Random(0), self._node(i).tops
+            ranks = [1.0] * RANKS
+            for rank in range(groups, k - 1, -1):  # each time the largest of the uniform numbers that are left
+                strata = [((j + 0.5) / RANKS) ** (1.0 / rank) for j in range(RANKS)]
+                rng.shuffle(strata)
+                ranks = list(map(mul, ranks, strata))
+            drawn = self._draws[k, groups, i] = [_quantile(tops, p) for p in ranks]
+        return drawn
 
-    def _groups(self, values: list[float]) -> list[list[float]]:
-        size = self.shape.group_size
-        return [values[i : i + size] for i in range(0, len(values), size)]
 
-    def _top(self, node: int) -> list[float]:
-        """The longest of each group, sorted."""
-        if node not in self._tops:
-            self._tops[node] = sorted(map(max, self._groups(self._span(node))))
-        return self._tops[node]
+class _Node:
+    """The sample at one x. Spans are over E[D]."""
 
-    def _by_span(self, node: int) -> tuple[list[float], list[float]]:
-        """``_top``, and the sum of the lengths of the first 0, 1, 2 … groups in that order."""
-        if node not in self._sums:
-            spans, lengths = self._groups(self._span(node)), self._groups(self._lengths)
-            order = sorted(range(len(spans)), key=lambda i: max(spans[i]))
-            self._sums[node] = list(accumulate((math.fsum(lengths[i]) for i in order), initial=0.0))
-        return self._top(node), self._sums[node]
+    def __init__(self, spans: list[float], lengths: list[float], members: int, size: int) -> None:
+        self.spans = spans
+        self.sorted_spans = sorted(spans)
+        ends: list[tuple[float, float]] = []
+        """Span of each group, and mean length over E[L] of its members that count."""
+        slots = 0.0
+        for i in range(0, len(spans), members):
+            group = sorted(zip(spans[i : i + members], lengths[i : i + members], strict=True))
+            end = group[size - 1][0]
+            ends.append((end, math.fsum(length for _, length in group[:size]) / size))
+            slots += math.fsum(min(span, end) for span, _ in group)
+        ends.sort()
+        self.tops = [end for end, _ in ends]
+        self.lengths_within = list(accumulate((length for _, length in ends), initial=0.0))
+        """Sum of the lengths of the first 0, 1, 2 … of ``tops``."""
+        self.held = slots / (size * len(ends))
 
 
 def _quantile(values: list[float], p: float) -> float:
@@ -235,12 +244,9 @@ def _ranked(values: list[float], k: int, n: int) -> float:
         return _quantile(values, k / (n + 1))
     total = before = 0.0
     for i, value in enumerate(values, start=1):
-        # P(at most ``spare`` of n draws lie above): a few terms of a binomial sum.
         p = i / size
-        upto = term = p**n
-        for j in range(1, spare + 1):
-            term = term * (n - j + 1) / j * (1.0 - p) / p if term else math.comb(n, j) * (1.0 - p) ** j * p ** (n - j)
-            upto += term
+        # P(at most ``spare`` of n draws lie above): a few terms of a binomial sum.
+        upto = math.fsum(math.comb(n, j) * (1.0 - p) ** j * p ** (n - j) for j in range(spare + 1))
         total += value * (upto - before)
         before = upto
     return total
