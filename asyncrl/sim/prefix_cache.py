@@ -113,9 +113,10 @@ class PrefixCache:
     def evict(self, tokens: int) -> None:
         """Forget ``tokens`` tokens that nobody uses, the least recently used first."""
         while tokens > 0:
-            used, offer, node = heapq.heappop(self._unused)
+            used, _, node = self._unused[0]
             parent = node.parent
             if parent is None or node.locks or node.children or node.used != used:
+                heapq.heappop(self._unused)
                 continue
             gone = min(tokens, node.tokens)
             tokens -= gone
@@ -123,13 +124,13 @@ class PrefixCache:
             if gone < node.tokens:
                 del node.data[-gone * ITEM :]
                 node.end -= gone
-                heapq.heappush(self._unused, (used, offer, node))
-            else:
-                del parent.children[bytes(node.data[:ITEM])]
-                node.parent = None
-                self._nodes -= 1
-                parent.used = max(parent.used, used)
-                self._offer(parent)
+                return
+            heapq.heappop(self._unused)
+            del parent.children[bytes(node.data[:ITEM])]
+            node.parent = None
+            self._nodes -= 1
+            parent.used = max(parent.used, used)
+            self._offer(parent)
 
     def flush(self) -> None:
         """Forget everything (new weights). No sequence may hold a lock."""

@@ -328,9 +328,10 @@ class Server(Generic[S]):
         if self._cache and sequence.node:
             self._private -= sequence.length - sequence.node.end
             node = self._cache.insert(sequence.node, _bytes_behind(sequence, sequence.node.end))
-            self._cache.lock(node)
-            self._cache.unlock(sequence.node)
-            sequence.node = node
+            if node is not sequence.node:
+                self._cache.lock(node)
+                self._cache.unlock(sequence.node)
+                sequence.node = node
         self._admissions += 1
         sequence.admission = self._admissions
         sequence.start = self.steps - sequence.made
