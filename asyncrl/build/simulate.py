@@ -23,6 +23,7 @@ from asyncrl.build.virtual import Simulation, simulated
 from asyncrl.config import Recipe, dumps
 from asyncrl.core.ledger import Ledger
 from asyncrl.core.types import Record
+from asyncrl.env import Env
 from asyncrl.observe.compare import comparison_lines, read_compared, write_comparison
 from asyncrl.observe.progress import closing_lines
 from asyncrl.observe.recorder import Recorder
@@ -54,14 +55,18 @@ class Outcome(Record, frozen=True, kw_only=True):
     summary: Summary
 
 
-def play(recipe: Recipe, observe: Callable[[Callable[[], float]], Observer]) -> tuple[Ledger, BaseException | None]:
-    """The whole run on virtual time, seen by the observer that ``observe`` makes of the loop's clock. The books, and
-    what ended it early."""
+def play(
+    recipe: Recipe,
+    observe: Callable[[Callable[[], float]], Observer],
+    wrap_env: Callable[[Env], Env] = lambda env: env,
+) -> tuple[Ledger, BaseException | None]:
+    """The whole run on virtual time, seen by the observer that ``observe`` makes of the loop's clock, its environments
+    inside ``wrap_env``. The books, and what ended it early."""
     simulations: list[Simulation] = []
 
     async def main() -> None:
         observer = observe(asyncio.get_running_loop().time)
-        simulations.append(await simulated(recipe, observer=observer))
+        simulations.append(await simulated(recipe, observer=observer, wrap_env=wrap_env))
         await simulations[0].play()
 
     error: BaseException | None = None

@@ -7,7 +7,7 @@ What the run does is checked all the way (sim/invariants.py).
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,6 +17,7 @@ from asyncrl.build.profile import load_profile
 from asyncrl.build.samples import read_samples
 from asyncrl.config import Recipe
 from asyncrl.core.transfer import Transport
+from asyncrl.env import Env
 from asyncrl.loading import load_own
 from asyncrl.ports import Observer
 from asyncrl.runtime.controller import Service
@@ -57,11 +58,13 @@ async def simulated(
     observer: Observer | None = None,
     services: Sequence[Service] = (),
     context_length: int | None = None,
+    wrap_env: Callable[[Env], Env] = lambda env: env,
 ) -> Simulation:
     """Wire a run of ``recipe``. To be awaited on a ``VirtualLoop`` (sim/loop.py).
 
     ``observer`` hears what a real run's would; without one a trace is kept, and every batch. ``services`` run beside.
-    ``context_length`` is the model's, if shorter than a server's KV cache. Raises ``RecipeError``.
+    ``context_length`` is the model's, if shorter than a server's KV cache. ``wrap_env`` goes around every simulated
+    environment. Raises ``RecipeError``.
     """
     recipe = read_samples(recipe)
     sim, engine, seed = recipe.sim, recipe.engine, recipe.seed
@@ -109,7 +112,7 @@ async def simulated(
         observer=checked,
         train_tasks=tasks.train,
         heldout_tasks=tasks.heldout,
-        make_env=envs.make,
+        make_env=lambda: wrap_env(envs.make()),
         reward=None,
         checkpoint=checkpoint,
         own_advantage=load_own(recipe.algorithm.advantage, "algorithm.advantage"),
