@@ -48,12 +48,13 @@ class SimEnvs:
 class SimEnv(Env):
     """One episode. The reward, 1 or 0, comes with the last turn."""
 
+    _rng: random.Random
+    _turns: int
+    _solved: bool
+
     def __init__(self, world: SimEnvs) -> None:
         self._world = world
         self._model = world.model
-        self._rng = random.Random(0)
-        self._turns = 1
-        self._solved = False
 
     async def reset(self, task: Task) -> str:
         traits = self._world.tasks.traits(task.id)

@@ -75,6 +75,8 @@ class Checked(Observer):
 
     def __init__(self, inner: Observer, *, limit: int | None, first: int = 0, stall_s: float) -> None:
         self.books: Books | None = None
+        self._violation: InvariantViolation | None = None
+        """The first one: what is found after it may be its consequence."""
         self._inner = inner
         self._limit = limit
         self._stall_s = stall_s
@@ -90,17 +92,17 @@ class Checked(Observer):
     def step(self, metrics: StepMetrics) -> None:
         batch = metrics.batch
         if batch.step != self._next_step:
-            raise InvariantViolation(f"step {batch.step} was trained where step {self._next_step} was due")
+            raise self._broken(f"step {batch.step} was trained where step {self._next_step} was due")
         for group in batch.groups:
             staleness = batch.step - group.v_traj
             if staleness < 0 or (self._limit is not None and staleness > self._limit):
-                raise InvariantViolation(
+                raise self._broken(
                     f"step {batch.step} trained group {group.id} of version {group.v_traj}: staleness {staleness} is "
                     f"outside 0 … {'∞' if self._limit is None else self._limit}"
                 )
             for trajectory in group.trajectories:
                 if trajectory.versions[-1] > batch.step:
-                    raise InvariantViolation(f"step {batch.step} trained tokens of version {trajectory.versions[-1]}")
+                    raise self._broken(f"step {batch.step} trained tokens of version {trajectory.versions[-1]}")
         self._next_step += 1
         self._stepped_at = self._loop.time()
         self._check_ledger()
@@ -111,10 +113,10 @@ class Checked(Observer):
         if number >= len(self._ended):
             self._ended.extend(bytes(number + 1))
         if self._ended[number]:
-            raise InvariantViolation(f"trajectory {number} ended twice, the second time as {state}")
+            raise self._broken(f"trajectory {number} ended twice, the second time as {state}")
         self._ended[number] = 1
-        _check_tokens(trajectory)
-        _check_versions(trajectory)
+        if broken := _tokens_broken(trajectory) or _versions_broken(trajectory):
+            raise self._broken(f"trajectory {number}: {broken}")
         self._inner.trajectory(trajectory, state)
 
     def server(self, name: str, at: float, running: int, version: int, up: bool = True) -> None:
@@ -122,15 +124,15 @@ class Checked(Observer):
         if known is None:
             known = self._servers[name] = _Server(version)
         if version < known.version and known.up:
-            raise InvariantViolation(f"{name} went back from version {known.version} to {version} without being down")
+            raise self._broken(f"{name} went back from version {known.version} to {version} without being down")
         if running < 0:
-            raise InvariantViolation(f"{name} runs {running} requests: a slot was given back twice")
+            raise self._broken(f"{name} runs {running} requests: a slot was given back twice")
         known.version, known.up = version, up
         self._inner.server(name, at, running, version, up)
 
     def span(self, track: str, name: str, start: float, end: float, args: Mapping[str, Any] = NO_ARGS) -> None:
         if not start <= end <= self._loop.time():
-            raise InvariantViolation(f"{name} on {track} lasts from {start:g} to {end:g} s, at {self._loop.time():g} s")
+            raise self._broken(f"{name} on {track} lasts from {start:g} to {end:g} s, at {self._loop.time():g} s")
         self._inner.span(track, name, start, end, args)
 
     def instant(self, track: str, name: str, at: float, args: Mapping[str, Any] = NO_ARGS) -> None:
@@ -142,6 +144,11 @@ class Checked(Observer):
     def eval(self, version: int, accuracy: float, n: int) -> None:
         self._inner.eval(version, accuracy, n)
 
+    def _broken(self, law: str) -> InvariantViolation:
+        violation = InvariantViolation(law)
+        self._violation = self._violation or violation
+        return violation
+
     # --- the books
 
     def _check_ledger(self) -> None:
@@ -150,34 +157,35 @@ class Checked(Observer):
         try:
             books.ledger.check_conserved()
         except LedgerError as error:
-            raise InvariantViolation(str(error)) from error
+            raise self._broken(str(error)) from error
         live, staleness = len(books.ledger.live), books.staleness()
         groups = staleness.reserved + staleness.occupied
         extra = live - groups * books.group_size  # of unfinished groups, less what failed in them
         if not 0 <= extra <= staleness.reserved * books.group_size_redundancy:
-            raise InvariantViolation(
+            raise self._broken(
                 f"{live} trajectories are live, but the buffer holds {groups} groups of {books.group_size}"
             )
 
     def check_end(self) -> None:
-        """After the run, however it ended: all tasks are gone, so nothing may be held any more."""
+        """After the run, however it ended: all tasks are gone, so nothing may be held any more. What was broken before
+        is raised again, as it may have come out as an error of another kind."""
+        if self._violation is not None:
+            raise self._violation
         if (books := self.books) is None:
             return
         self._check_ledger()
         if live := len(books.ledger.live):
-            raise InvariantViolation(f"{live} trajectories never reached a final state")
+            raise self._broken(f"{live} trajectories never reached a final state")
         fleet = books.fleet()
         for instance in fleet.instances:
             if instance.running or instance.tokens:
-                raise InvariantViolation(
+                raise self._broken(
                     f"{instance.name} still has {instance.running} requests with {instance.tokens} tokens"
                 )
         if fleet.waiting:
-            raise InvariantViolation(f"{fleet.waiting} requests still wait for a server")
+            raise self._broken(f"{fleet.waiting} requests still wait for a server")
         if left := books.open_envs():
-            raise InvariantViolation(
-                f"{left} environments were not closed" if left > 0 else "environments closed twice"
-            )
+            raise self._broken(f"{left} more environments were made than closed")
 
     async def watch(self) -> None:
         """A service of the run: raises ``Stalled``."""
@@ -194,7 +202,7 @@ class Checked(Observer):
         )
 
 
-def _check_tokens(t: Trajectory) -> None:
+def _tokens_broken(t: Trajectory) -> str | None:
     """Generated ids count down by one (sim/engine.py), so the ends of a response tell its length: one that lost or
     repeated a token, or got another's, has a wrong one. Every observation has at least a token, so a turn's response is
     what was generated before its end."""
@@ -204,20 +212,22 @@ def _check_tokens(t: Trajectory) -> None:
         first = generated.find(1, begin, end)
         begin = end
         if first < 0:
-            raise InvariantViolation(f"trajectory {t.id}: turn {turn} has no response")
-        length, counted = end - first, t.tokens[first] - t.tokens[end - 1] + 1
-        if length != counted or t.tokens[end - 1] < GENERATED or generated.find(0, first, end) >= 0:
-            raise InvariantViolation(
-                f"trajectory {t.id}: the response of turn {turn} has {length} tokens that count from "
-                f"{t.tokens[first]} to {t.tokens[end - 1]}: tokens were lost or repeated"
+            return f"turn {turn} has no response"
+        head, last = t.tokens[first], t.tokens[end - 1]
+        if end - first != head - last + 1 or last < GENERATED or generated.find(0, first, end) >= 0:
+            return (
+                f"the response of turn {turn} has {end - first} tokens that count from {head} to {last}: tokens were "
+                "lost or repeated"
             )
+    return None
 
 
-def _check_versions(t: Trajectory) -> None:
+def _versions_broken(t: Trajectory) -> str | None:
     versions = np.frombuffer(t.versions, dtype=np.int32)
     ends = np.flatnonzero(versions[1:] != versions[:-1])
     runs = [v for v in versions[ends].tolist() + versions[-1:].tolist() if v != OBSERVED_VERSION]
     if runs != sorted(runs):
-        raise InvariantViolation(f"trajectory {t.id}: its tokens' versions go back: {runs}")
+        return f"its tokens' versions go back: {runs}"
     if runs and runs[0] < t.v_traj:
-        raise InvariantViolation(f"trajectory {t.id}: tokens of version {runs[0]}, older than V_traj {t.v_traj}")
+        return f"tokens of version {runs[0]}, older than V_traj {t.v_traj}"
+    return None

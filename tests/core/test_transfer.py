@@ -1,0 +1,47 @@
+"""Seconds of a weight update, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl.config import WeightsModel
+from asyncrl.core.transfer import broadcast_seconds, seconds_to_deliver, seconds_to_prepare
+
+MODEL = WeightsModel(gigabytes=12.0, gather_gb_s=6.0, disk_gb_s=3.0, link_gb_s=4.0, hop_s=0.01, local_gb_s=24.0)
+
+
+def test_disk_writes_once_and_every_server_reads_from_the_same_folder() -> None:
+    assert seconds_to_prepare(MODEL, "disk", 5) == pytest.approx(2 + 4)
+    assert [seconds_to_deliver(MODEL, "disk", n) for n in (0, 1, 5)] == pytest.approx([0, 4, 20])
+
+
+def test_collective_gathers_and_then_broadcasts_to_all_at_once() -> None:
+    assert seconds_to_prepare(MODEL, "collective", 5) == pytest.approx(2)
+    assert seconds_to_deliver(MODEL, "collective", 5) == broadcast_seconds(MODEL, 5)
+    assert seconds_to_deliver(MODEL, "collective", 0) == 0
+
+
+def test_relay_broadcasts_beside_generation_and_loads_from_the_own_host() -> None:
+    assert seconds_to_prepare(MODEL, "relay", 5) == pytest.approx(2 + broadcast_seconds(MODEL, 5))
+    assert [seconds_to_deliver(MODEL, "relay", n) for n in (1, 5, 100)] == pytest.approx([0.5] * 3)
+
+
+def test_a_broadcast_takes_laminars_time() -> None:
+    """p = 10 nodes, M·T_byte = 3 s, T_start = 0.01 s: k* = √(8 · 3 / 0.01) = 48.99, so T(10, 49)."""
+    assert broadcast_seconds(MODEL, 9) == pytest.approx((10 + 49 - 2) * (3 / 49 + 0.01))
+
+
+def test_one_server_gets_everything_in_one_chunk() -> None:
+    assert broadcast_seconds(MODEL, 1) == pytest.approx(3 + 0.01)
+
+
+def test_without_a_cost_of_hops_only_the_copy_is_left() -> None:
+    free = WeightsModel(gigabytes=12.0, link_gb_s=4.0, hop_s=0.0)
+    assert broadcast_seconds(free, 1) == broadcast_seconds(free, 500) == pytest.approx(3)
+
+
+def test_a_broadcast_is_nearly_flat_in_the_number_of_servers() -> None:
+    """Laminar §4.2: less than 1.6 s for a 72B model to 127 relays. 144 GB at 100 GB/s and 4 µs a hop."""
+    large = WeightsModel(gigabytes=144.0, link_gb_s=100.0, hop_s=4e-6)
+    assert broadcast_seconds(large, 127) < 1.6
+    assert broadcast_seconds(large, 127) < 1.05 * broadcast_seconds(large, 1)
