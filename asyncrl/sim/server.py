@@ -31,7 +31,7 @@ EPS = 1e-9
 """Seconds that count as the same moment."""
 
 GENERATED = 256
-"""Ids below are text bytes (sim/world.py); ids from here on were generated, and say how many tokens follow."""
+"""Ids below are text bytes (sim/tokenizer.py); ids from here on were generated, and say how many tokens follow."""
 
 _MASTER_MAX = 1 << 20
 _master: array[int] = array("i")

@@ -17,10 +17,11 @@ from asyncrl.runtime.reward import Scorer
 from asyncrl.runtime.sample_buffer import SampleBuffer
 from asyncrl.runtime.task_source import TaskSource
 from asyncrl.runtime.user_code import EpisodeFailed, FailureWindow
+from asyncrl.sim.blocking import SimBlocking
 from asyncrl.sim.engine import GENERATED
 from asyncrl.sim.loop import run
+from asyncrl.sim.tokenizer import SimTokenizer
 from asyncrl.sim.trace import TraceRecorder
-from asyncrl.sim.world import SimBlocking, SimTokenizer
 
 from .world import cancelled_at, proxy_over, sim_engine
 

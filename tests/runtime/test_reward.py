@@ -16,8 +16,8 @@ from asyncrl.core.types import Task
 from asyncrl.env import Action
 from asyncrl.runtime.reward import Scorer, checked_reward
 from asyncrl.runtime.user_code import EpisodeFailed
+from asyncrl.sim.blocking import SimBlocking
 from asyncrl.sim.loop import run
-from asyncrl.sim.world import SimBlocking
 from asyncrl.workers import ThreadBlocking
 
 TASK = Task(id="t", data={"answer": "4"})
