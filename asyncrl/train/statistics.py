@@ -13,7 +13,7 @@ from torch import Tensor
 
 from asyncrl.train.loss import KLS, PerToken, Tokens
 
-SUMS = ("tokens", "ratio", "low", "high", "capped", "rejected", "kl", "gap", "entropy", "reference_kl")
+SUMS = ("tokens", "ratio", "low", "high", "capped", "rejected", "kl", "gap", "entropy", "referred", "reference_kl")
 MAXIMA = ("ratio", "gap")
 STALENESS_BINS = 9
 """Ratios and gaps are told apart for tokens of staleness 0, 1, …, 7, and 8 or more."""
@@ -39,10 +39,11 @@ def measure(tokens: Tokens, per_token: PerToken, rejected: Tensor, cap: float) -
     ratio = log_ratio.clamp(max=_LARGEST).exp()
     one = torch.ones_like(ratio)
     kl, gap = ratio - 1 - log_ratio, log_ratio.abs()
-    reference = torch.zeros_like(ratio)
+    referred = reference_kl = torch.zeros_like(ratio)
     if tokens.reference is not None:
-        reference = KLS["k3"]((tokens.logprobs - tokens.reference).double())
-    columns = (one, ratio, per_token.low, per_token.high, ratio > cap, rejected, kl, gap, tokens.entropy, reference)
+        referred, reference_kl = one, KLS["k3"]((tokens.logprobs - tokens.reference).double())
+    clips = (per_token.low, per_token.high, ratio > cap)
+    columns = (one, ratio, *clips, rejected, kl, gap, tokens.entropy, referred, reference_kl)
     totals = torch.stack([column.double() for column in columns]).sum(-1)
     bins = torch.arange(STALENESS_BINS, device=ratio.device)
     member = (tokens.staleness.clamp(0, STALENESS_BINS - 1) == bins[:, None]).double()
@@ -66,10 +67,11 @@ def summarise(sums: Tensor, maxima: Tensor) -> dict[str, float]:
         "capped_fraction": total["capped"] / tokens,
         "rejected_fraction": total["rejected"] / tokens,
         "kl": total["kl"] / tokens,
-        "reference_kl": total["reference_kl"] / tokens,
         "engine_gap": total["gap"] / tokens,
         "engine_gap_max": float(maxima[1]),
     }
+    if total["referred"]:
+        metrics["reference_kl"] = total["reference_kl"] / total["referred"]
     counts, kls, gaps = sums[len(SUMS) :].view(len(_BY_STALENESS), STALENESS_BINS).tolist()
     for age, count in enumerate(counts):
         if count:

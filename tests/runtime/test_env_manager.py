@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncrl.core.staleness.inflight_cap import InflightCap
 from asyncrl.core.types import Task
 from asyncrl.env import Action, Env, Observation, Step
 from asyncrl.envs.single_turn import SingleTurn
-from asyncrl.runtime.env_manager import EnvManager, Episode, EpisodeLimits, EpisodePlayer
+from asyncrl.runtime.env_manager import EnvManager, Episode, EpisodeLimits, EpisodePlayer, _trajectory
 from asyncrl.runtime.reward import Scorer
 from asyncrl.runtime.sample_buffer import SampleBuffer
 from asyncrl.runtime.task_source import TaskSource
@@ -105,6 +107,20 @@ def test_a_dialogue_is_appended_turn_by_turn() -> None:
     assert [t.reward for t in episode.turns] == [0.5, 0.5, 0.5]
     assert episode.finish_reason == "stop"
     assert episode.metrics == {"turns": 3}
+
+
+def test_a_trajectory_knows_what_each_turn_brought() -> None:
+    class Growing(Dialogue):
+        async def step(self, action: Action) -> Step:
+            return msgspec.structs.replace(await super().step(action), reward=float(action.turn))
+
+    [episode] = run(play(Growing))
+    lease = SimpleNamespace(group_id=3, task=TASK, v_traj=0)
+    trajectory = _trajectory(lease, 7, 1, episode)  # type: ignore[arg-type]
+    assert trajectory.turn_rewards == (0.0, 1.0, 2.0)
+    assert trajectory.turn_ends == (6, 12, 18)  # prompts of 2, outputs of 4
+    assert trajectory.reward == 3.0
+    assert len(trajectory.tokens) == 18
 
 
 def test_the_turn_limit_ends_an_episode() -> None:
