@@ -52,12 +52,21 @@ def random_recipe(seed: int, **tables: Any) -> Recipe:
     slow = rng.choice([0.0, 0.5, 5.0])
     drawn: dict[str, Any] = {
         "seed": seed,
-        "staleness": {"bound": rng.choice([0, 0, 0.5, 1, 1, 1.5, 2, 3])},
+        "staleness": {
+            "control": rng.choice(["inflight_cap", "inflight_cap", "queue_drop", "queue_max"]),
+            "bound": rng.choice([0, 0, 0.5, 1, 1, 1.5, 2, 3]),
+            "queue": rng.choice([1, 1.5, 3]),
+        },
         "update": {"running": rng.choice(["interrupt", "interrupt", "drain"])},
-        "env": {"max_turns": rng.randint(1, 4) if replicate else 1, "retries": rng.randint(0, 2)},
+        "env": {
+            "max_turns": rng.randint(1, 4) if replicate else 1,
+            "retries": rng.randint(0, 2),
+            **dict.fromkeys(("reset_timeout_s", "step_timeout_s", "reward_timeout_s"), 20.0),
+        },
         "rollout": {
             "batch_groups": rng.randint(1, 4),
             "group_size": group_size,
+            "queue_scheduling": rng.random() < 0.8,
             "num_envs": rng.randint(1, 12),
             "expand_num_return_sequences": replicate,
             "filter_zero_variance": rng.random() < 0.4,
@@ -70,7 +79,6 @@ def random_recipe(seed: int, **tables: Any) -> Recipe:
             "stream_interval": rng.choice([0, 1, 8]),
             "routing": rng.choice(["least_loaded", "prefix_affine", "round_robin"]),
         },
-        "weights": {"transport": rng.choice(["disk", "collective"])},
         "sim": {
             "instance": {
                 "load_s": rng.choice([0.0, 0.5]),
@@ -78,14 +86,19 @@ def random_recipe(seed: int, **tables: Any) -> Recipe:
                 "chunked_prefill": rng.choice([0, 0, 16]),
                 "prefix_cache": rng.random() < 0.7,
             },
-            "weights": {"gigabytes": rng.choice([0.01, 0.2, 2.0])},
+            "weights": {
+                "transport": rng.choice(["disk", "collective", "relay"]),
+                "gigabytes": rng.choice([0.01, 0.2, 2.0, 40.0]),
+            },
             "env": {
                 "step": {"kind": "normal", "mean": slow, "std": slow} if slow else {"kind": "constant", "value": 0},
                 "turns": rng.choice([None, {"kind": "empirical", "values": [1, 2, 3]}]),
                 "crash": rng.choice([0.0, 0.0, 0.1]),
+                "hang": rng.choice([0.0, 0.0, 0.02]),
                 "spread": rng.choice([0.0, 0.5]),
             },
             "task_share": rng.choice([0.0, 0.5]),
+            "heldout": rng.choice([0, 0, 5]),
         },
     }
     return recipe(**{**drawn, **{name: _over(drawn.get(name), value) for name, value in tables.items()}})
@@ -120,7 +133,7 @@ async def started(
 
 def check_laws(settings: Recipe, simulation: Simulation) -> None:
     """What every finished run must satisfy, whatever happened in it."""
-    ledger, bound = simulation.run.buffer.ledger, settings.staleness.bound
+    ledger, limit = simulation.run.buffer.ledger, settings.staleness.limit
     ledger.check_balanced()
     batches = simulation.trace.batches
     assert [b.step for b in batches] == list(range(settings.run.steps))
@@ -129,7 +142,7 @@ def check_laws(settings: Recipe, simulation: Simulation) -> None:
     for batch in batches:
         assert len(batch.groups) == settings.rollout.batch_groups
         assert {len(g.trajectories) for g in batch.groups} == {settings.rollout.group_size}
-        assert all(0 <= s <= -(-bound // 1) for s in batch.staleness)
+        assert all(s >= 0 and (limit is None or s <= limit) for s in batch.staleness)
         for t in batch.trajectories:
             versions = [v for v, mask in zip(t.versions, t.loss_mask, strict=True) if mask]
             assert versions == sorted(versions), "a version goes backwards within a trajectory"
