@@ -61,6 +61,14 @@ def _parser() -> argparse.ArgumentParser:
     sim.add_argument("--jobs", type=int, default=0, metavar="J", help="processes of --seeds (default: one a core)")
     sim.set_defaults(run=_sim)
 
+    plan = commands.add_parser("plan", help="what a recipe will come to, from formulas; or measure servers for it")
+    _add_recipe(plan, about="recipe.toml or its folder, or the directory of a past run")
+    plan.add_argument("--plot", type=Path, metavar="FILE", help="draw staleness against step time for other splits")
+    plan.add_argument("--fit", type=Path, metavar="FILE", help="measure the recipe's servers, and write their profile")
+    plan.add_argument("--quick", action="store_true", help="with --fit: fewer and shorter loads")
+    plan.add_argument("--url", action="append", default=[], help="with --fit: a server that already runs; repeatable")
+    plan.set_defaults(run=_plan)
+
     check = commands.add_parser("check", help="print a recipe as resolved, and start nothing")
     _add_recipe(check)
     check.set_defaults(run=_check)
@@ -73,8 +81,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_recipe(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    parser.add_argument("recipe", nargs=nargs, help="recipe.toml, or its folder")
+def _add_recipe(
+    parser: argparse.ArgumentParser, nargs: str | None = None, about: str = "recipe.toml, or its folder"
+) -> None:
+    parser.add_argument("recipe", nargs=nargs, help=about)
     parser.add_argument("--with", dest="files", action="append", default=[], metavar="FILE", help="TOML laid over it")
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="e.g. staleness.bound=2"
@@ -103,6 +113,7 @@ def _report(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 def _sim(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     from asyncrl.build import simulate
+    from asyncrl.build.errors import one_line
     from asyncrl.observe.run_dir import RunDirError
 
     recipes = [load(path, files=args.files, overrides=args.overrides) for path in args.recipe]
@@ -112,6 +123,8 @@ def _sim(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         raise RecipeError("more than one recipe: say --compare to draw them side by side")
     if args.presets and not args.compare:
         raise RecipeError("--presets: say --compare with it")
+    for recipe in recipes:
+        simulate.check(recipe)
     recipe = recipes[0]
     replay = f"asyncrl {shlex.join(_without(arguments, '--seeds', '--seed', '--jobs', '--run-dir'))}"
     if args.seeds is not None:
@@ -124,18 +137,19 @@ def _sim(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         return int(bool(difference))
     now = datetime.now().astimezone()
     run_dir = args.run_dir or Path("runs") / f"sim-{recipe.name}-{now:%Y%m%d-%H%M%S}"
-    about = {"command": ["asyncrl", *arguments], "started": now.isoformat(timespec="seconds"), "out": sys.stdout}
+    command, started = ["asyncrl", *arguments], now.isoformat(timespec="seconds")
     try:
         if args.compare:
-            return int(simulate.compare(_variants(args, recipes), run_dir, **about) > 0)
+            variants = _variants(args, recipes)
+            return int(simulate.compare(variants, run_dir, command=command, started=started, out=sys.stdout) > 0)
         print(f"seed {recipe.seed}")
-        _, error = simulate.simulate(recipe, run_dir, **about)
+        _, error = simulate.simulate(recipe, run_dir, command=command, started=started, out=sys.stdout)
     except RunDirError as failure:
         raise RecipeError(str(failure)) from None
     if error is not None:
         if simulate.is_bug(error):
             traceback.print_exception(error)
-        print(f"asyncrl: {simulate.one_line(error)}", file=sys.stderr)
+        print(f"asyncrl: {one_line(error)}", file=sys.stderr)
         print(f"asyncrl: {replay} --seed {recipe.seed}   plays it again", file=sys.stderr)
     return int(error is not None)
 
@@ -184,6 +198,46 @@ def _without(arguments: Sequence[str], *options: str) -> list[str]:
         elif not any(argument.startswith(f"{option}=") for option in options):
             kept.append(argument)
     return kept
+
+
+def _plan(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    if args.fit:
+        return _fit(args)
+    if args.quick or args.url:
+        raise RecipeError("--quick and --url belong to --fit FILE")
+    from asyncrl.build.plan import plan, plan_from_run
+
+    if (Path(args.recipe) / "metrics.jsonl").exists():
+        if args.files or args.overrides:
+            raise RecipeError(f"{args.recipe} is a past run, whose recipe cannot be changed; give the recipe itself")
+        plan_from_run(Path(args.recipe), out=sys.stdout, plot=args.plot)
+    else:
+        plan(_load(args), out=sys.stdout, plot=args.plot)
+    return 0
+
+
+def _fit(args: argparse.Namespace) -> int:
+    import uvloop
+
+    from asyncrl.build.errors import leaves
+    from asyncrl.build.fit import FULL, QUICK, describe, fit
+    from asyncrl.core.fitting import FitError
+    from asyncrl.ports import EngineError
+    from asyncrl.processes import ChildError
+
+    try:
+        profile = uvloop.run(fit(_load(args), args.fit, urls=args.url, effort=QUICK if args.quick else FULL))
+    except Exception as error:
+        causes = leaves(error)
+        if not all(isinstance(cause, (EngineError, ChildError, FitError)) for cause in causes):
+            raise
+        for line in dict.fromkeys(str(cause) for cause in causes):
+            print(f"asyncrl: {line}", file=sys.stderr)
+        return 1
+    for line in describe(profile):
+        print(line)
+    print(f"{args.fit}: name it as sim.instance.profile")
+    return 0
 
 
 def _train(args: argparse.Namespace, arguments: Sequence[str]) -> int:

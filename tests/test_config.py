@@ -360,3 +360,9 @@ def test_what_a_simulation_cannot_do_is_one_line(table: dict[str, Any], message:
 )
 def test_the_limit_of_staleness_follows_from_its_control(control: str, bound: float, limit: int | None) -> None:
     assert load_table({"staleness": {"control": control, "bound": bound}}).staleness.limit == limit
+
+
+def test_a_profile_is_a_file_beside_the_recipe_or_a_name(tmp_path: Path) -> None:
+    file = write(tmp_path, '[sim.instance]\nprofile = "p.json"')
+    assert load(file).sim.instance.profile == str(tmp_path / "p.json")
+    assert load(file, overrides=["sim.instance.profile=qwen3-8b@h800"]).sim.instance.profile == "qwen3-8b@h800"

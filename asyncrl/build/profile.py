@@ -12,9 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.config import RecipeError
+from asyncrl.config import InstanceModel, RecipeError
 from asyncrl.core.cost_model import CostModel
 from asyncrl.core.fitting import Fit, PrefillPoint, StepPoint
+from asyncrl.core.hardware import cost_model, named
 from asyncrl.core.types import Record
 
 
@@ -26,6 +27,19 @@ class Profile(Record, frozen=True, kw_only=True):
     fit: Fit
     decode: tuple[StepPoint, ...]
     prefill: tuple[PrefillPoint, ...]
+
+
+def cost_of(instance: InstanceModel) -> CostModel:
+    """The cost model of a simulated server: that of a profile, of a model and a GPU by name, or as written in the
+    recipe. Raises ``RecipeError``."""
+    if not instance.profile:
+        return instance.cost
+    if "@" not in instance.profile:
+        return load_profile(Path(instance.profile))
+    try:
+        return cost_model(*named(instance.profile))
+    except ValueError as error:
+        raise RecipeError(f"sim.instance.profile = {instance.profile}: {error}") from None
 
 
 def load_profile(path: Path) -> CostModel:

@@ -19,6 +19,8 @@ from typing import TextIO
 import msgspec
 
 from asyncrl.build.errors import leaves, one_line
+from asyncrl.build.profile import cost_of
+from asyncrl.build.samples import read_samples
 from asyncrl.build.virtual import Simulation, simulated
 from asyncrl.config import Recipe, dumps
 from asyncrl.core.ledger import Ledger
@@ -53,6 +55,12 @@ class Outcome(Record, frozen=True, kw_only=True):
     bug: bool
     cpu_s: float
     summary: Summary
+
+
+def check(recipe: Recipe) -> None:
+    """Raises ``RecipeError`` for a world that cannot be built, before anything is written."""
+    cost_of(recipe.sim.instance)
+    read_samples(recipe)
 
 
 def play(

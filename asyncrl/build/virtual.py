@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 
 from asyncrl.build.assemble import Run, World, assemble
-from asyncrl.build.profile import load_profile
+from asyncrl.build.profile import cost_of
 from asyncrl.build.samples import read_samples
 from asyncrl.config import Recipe
 from asyncrl.core.transfer import Transport
@@ -72,7 +71,7 @@ async def simulated(
     checked = Checked(observer or trace, limit=recipe.staleness.limit, stall_s=sim.stall_s)
     tasks = SimTasks(sim, seed=seed)
     lengths = TaskLengths(sim, tasks, seed=seed)
-    cost = load_profile(Path(sim.instance.profile)) if sim.instance.profile else sim.instance.cost
+    cost = cost_of(sim.instance)
     engines = [
         SimEngine(
             f"server {i}",

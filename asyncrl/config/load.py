@@ -10,7 +10,7 @@ import difflib
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
@@ -336,7 +336,7 @@ def _resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
         engine=replace(recipe.engine, script=absolute(recipe.engine.script)),
         sim=replace(
             samples(recipe.sim),
-            instance=replace(recipe.sim.instance, profile=absolute(recipe.sim.instance.profile)),
+            instance=replace(recipe.sim.instance, profile=_profile(recipe.sim.instance.profile, absolute)),
             env=samples(recipe.sim.env),
         ),
         algorithm=replace(
@@ -347,3 +347,8 @@ def _resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
         ),
         weights=replace(recipe.weights, folder=absolute(recipe.weights.folder)),
     )
+
+
+def _profile(profile: str, absolute: Callable[[str], str]) -> str:
+    """A name such as ``qwen3-8b@h800`` is no path."""
+    return profile if "@" in profile else absolute(profile)

@@ -17,7 +17,8 @@ class InstanceModel(Section, frozen=True, kw_only=True):
     """One inference server (sim/engine.py)."""
 
     profile: str = ""
-    """JSON that ``asyncrl plan --fit`` wrote; its coefficients take the place of ``cost``."""
+    """JSON that ``asyncrl plan --fit`` wrote, or an estimate by name, such as ``qwen3-8b@h800`` or
+    ``qwen2.5-72b@h800x4`` (core/hardware.py); its coefficients take the place of ``cost``."""
     cost: CostModel = CostModel()
     """StaleFlow's table 4 (Qwen3-30B-A3B) unless given."""
     gpus: int = 1

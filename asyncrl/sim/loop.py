@@ -51,13 +51,22 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self, *, limit: float = float("inf")) -> None:
         self._now = 0.0
         self._limit = limit
+        self._failure: BaseException | None = None
         super().__init__(_NoIO())
         self._clock_resolution = 1e-9
 
     def time(self) -> float:
         return self._now
 
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """A callback that raises ends the simulation, where asyncio would log it and go on with a broken world."""
+        if self._failure is None:
+            self._failure = context.get("exception") or RuntimeError(context.get("message", "a callback failed"))
+
     def _run_once(self) -> None:
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
         if not self._ready and not self._stopping:  # type: ignore[attr-defined]
             self._jump()
         super()._run_once()  # type: ignore[misc]

@@ -127,3 +127,12 @@ def test_the_same_program_takes_the_same_order() -> None:
         return order
 
     assert run(main()) == run(main())
+
+
+def test_a_callback_that_raises_ends_the_simulation() -> None:
+    async def main() -> None:
+        asyncio.get_running_loop().call_later(1.0, lambda: 1 // 0)
+        await asyncio.sleep(10)
+
+    with pytest.raises(ZeroDivisionError):
+        run(main())
