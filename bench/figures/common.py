@@ -18,16 +18,19 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from matplotlib.figure import Figure
 
 from asyncrl.build.simulate import play
 from asyncrl.config import Recipe, load_table
+from asyncrl.env import Env
 from asyncrl.observe.summary import Summary
 from asyncrl.observe.tally import Tally
 from asyncrl.ports import StepMetrics
+
+T = TypeVar("T")
 
 
 class Point(msgspec.Struct, kw_only=True, omit_defaults=False):
@@ -69,15 +72,15 @@ class _Lines(Tally):
         self.lines.append(self.metrics)
 
 
-def simulated(recipe: Recipe) -> Result:
-    """The whole recipe on virtual time. Raises whatever ended it early."""
+def simulated(recipe: Recipe, wrap_env: Callable[[Env], Env] = lambda env: env) -> Result:
+    """The whole recipe on virtual time, its environments inside ``wrap_env``. Raises whatever ended it early."""
     tallies: list[_Lines] = []
 
     def observe(clock: Callable[[], float]) -> Tally:
         tallies.append(_Lines(recipe, clock))
         return tallies[0]
 
-    books, error = play(recipe, observe)
+    books, error = play(recipe, observe, wrap_env)
     if error is not None:
         raise error
     [tally] = tallies
@@ -100,11 +103,16 @@ JOBS = len(os.sched_getaffinity(0))
 
 def simulate_all(tables: Sequence[dict[str, Any]]) -> list[Result]:
     """Simulate recipes given as tables, on all cores, in their order."""
+    return each(simulated, tables)
+
+
+def each(function: Callable[[Recipe], T], tables: Sequence[dict[str, Any]]) -> list[T]:
+    """``function``, of some module, of each of these recipes, on all cores, in their order."""
     recipes = [load_table(table) for table in tables]
     if JOBS == 1 or len(recipes) == 1:
-        return [simulated(recipe) for recipe in recipes]
+        return [function(recipe) for recipe in recipes]
     with ProcessPoolExecutor(JOBS, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return list(pool.map(simulated, recipes))
+        return list(pool.map(function, recipes))
 
 
 def main(
@@ -141,6 +149,10 @@ def _table(points: Sequence[Point]) -> None:
     width = max(len(p.point) for p in points) + 2
     print(f"{'':{width}}{'paper':>10}{'ours':>10}")
     for p in points:
-        print(f"{p.point:{width}}{'-' if p.paper is None else format(p.paper, '10.3g'):>10}{p.ours:>10.3g}")
+        print(f"{p.point:{width}}{'-' if p.paper is None else _number(p.paper):>10}{_number(p.ours):>10}")
     for assumption in dict.fromkeys(p.assumption for p in points if p.assumption):
         print(f"assumption: {assumption}")
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
