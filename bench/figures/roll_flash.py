@@ -1,9 +1,18 @@
 """What all figures of ROLL Flash take for granted where the paper is silent, as tables that a recipe is merged from.
 
-The paper states the model, its mean response lengths (Base 2k, Think 11k), the limits (prompt 2,048, response 30,720
-tokens), the batch (appendix A: 256 prompts of 16 responses), α and the split of GPUs. It names no GPU, no speed of
-servers or trainer and no distribution of lengths. Those are chosen once, here, for all its figures; a script that
-departs from them says so in its points' ``assumption``.
+The paper states the model, its mean response lengths (Base 2k, Think 11k), the limits (appendix A: prompt 2,048,
+response 30,720 tokens), α and the split of GPUs. It names no GPU, no speed of servers or trainer and no distribution of
+lengths. Those are chosen once, here, for all its figures; a script that departs from them says so in its points'
+``assumption``.
+
+* **GPU: H20**, by core/hardware.py. The paper's best split is 24 GPUs for training and 16 for inference, so the trainer
+  has about 1 to 1.5 times the servers' work. By the data sheets that is an H20 (148 Tflop/s beside 4 TB/s); on an H800,
+  which computes seven times as fast, training would be a fifth of the work and the best split 8 : 32 (fig3.py shows
+  both).
+* **Batch: 256 responses**, 16 prompts of 16 (``ROLLOUTS``). §3.2 says "256 rollouts, and a group size of 32 prompts per
+  minibatch", appendix A 256 prompts of 16 responses, which is 16 times as much. With the latter, proposition 2 bounds
+  what asynchrony can bring on fig. 3a's 40 GPUs to 1.2, where the paper measures 1.64: its longest response is too
+  short beside the work. So 256 is read as responses. fig1b.py shows both.
 """
 
 from __future__ import annotations
@@ -11,24 +20,27 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from common import merge
 
 from asyncrl.core.hardware import GPUS, MODELS, cost_model, kv_tokens, training_tokens_per_s
 
-GPU = "h800"
+GPU = "h20"
+ROLLOUTS, GROUP_SIZE = 256, 16
 PROMPT_TOKENS, RESPONSE_TOKENS = 2048, 30720
-"""Limits of appendix A; the prompts themselves are about 200 tokens long."""
+"""Limits of appendix A; the prompts themselves have 200 tokens."""
 RESHARD_S = 20.0
-"""Synchronous training on shared GPUs: to take turns, weights and optimiser are loaded and offloaded once a step ("fixed
-constant overheads such as model loading and offloading", §3.2)."""
+"""Where servers and trainer share GPUs, weights and optimiser are loaded and offloaded once a step ("fixed constant
+overheads such as model loading and offloading", §3.2)."""
 FORWARDS = 2.0
 """The training phase includes passes over the initial and the proximal model (footnote 1)."""
 TASK_SHARE = 0.5
 """Share of the variance of log lengths that lies between prompts."""
 
 ASSUMPTION = (
-    "Qwen3-8B on one H800 a server by core/hardware.py; trainer at 35 % of the peak with two further forward passes; "
-    "half of the lengths' variance lies between prompts; 20 s a step to load and offload where GPUs are shared"
+    "one H20 a server and a training rank, by core/hardware.py; trainer at 35 % of the peak, with two further forward "
+    "passes; half of the lengths' variance lies between prompts; 20 s a step to load and offload where GPUs are shared"
 )
+BATCH = f"a batch is {ROLLOUTS} responses, {ROLLOUTS // GROUP_SIZE} prompts of {GROUP_SIZE}"
 
 
 def world(
@@ -38,22 +50,22 @@ def world(
     model: str = "qwen3-8b",
     lengths: str = "qwen3-8b-think",
     shared: bool = False,
+    gpu: str = GPU,
 ) -> dict[str, Any]:
     """Servers of one GPU each, a trainer, lengths of responses, and deadlines that nothing meets. ``shared``: servers
     and trainer take turns on the same GPUs."""
-    shape, card = MODELS[model], GPUS[GPU]
-    kv = kv_tokens(shape, card)
-    hour = 1e6  # seconds: no deadline is ever met
+    shape, card = MODELS[model], GPUS[gpu]
+    never = 1e6  # seconds
     return {
         "engine": {
             "count": servers,
             "max_running_requests": 256,
-            "max_total_tokens": kv,
+            "max_total_tokens": kv_tokens(shape, card),
             "stream_interval": RESPONSE_TOKENS,
-            "request_timeout_s": hour,
-            "idle_timeout_s": hour,
+            "request_timeout_s": never,
+            "idle_timeout_s": never,
         },
-        "env": {"episode_timeout_s": hour},
+        "env": {"episode_timeout_s": never},
         "rollout": {"max_new_tokens": RESPONSE_TOKENS, "max_tokens": PROMPT_TOKENS + RESPONSE_TOKENS},
         "run": {"trace_requests": False},
         "weights": {"transport": "collective"},
@@ -73,13 +85,33 @@ def world(
     }
 
 
-def batch(prompts: int = 256, group_size: int = 16, alpha: float = 0.0) -> dict[str, Any]:
-    """A train step's prompts, and an environment slot for each response that may be in flight under ``alpha``."""
+def batch(*, rollouts: int = ROLLOUTS, alpha: float = 0.0) -> dict[str, Any]:
+    """The responses of a train step, and a slot for each that may be in flight under ``alpha``."""
     return {
         "rollout": {
-            "batch_groups": prompts,
-            "group_size": group_size,
-            "num_envs": round((1.0 + alpha) * prompts * group_size),
+            "batch_groups": rollouts // GROUP_SIZE,
+            "group_size": GROUP_SIZE,
+            "num_envs": round((1.0 + alpha) * rollouts),
         },
         "staleness": {"bound": alpha},
     }
+
+
+def synchronous(gpus: int, *, steps: int, naive: bool = False, rollouts: int = ROLLOUTS, **of: str) -> dict[str, Any]:
+    """Sync-ROLL, or Sync-Naive, on all ``gpus``, which generate and then train. ``of``: as ``world`` takes it."""
+    return merge(
+        world(servers=gpus, training_gpus=gpus, shared=True, **of),
+        batch(rollouts=rollouts),
+        {"preset": "sync-naive" if naive else "sync", "run": {"steps": steps}},
+    )
+
+
+def asynchronous(
+    train: int, infer: int, *, alpha: float, steps: int, rollouts: int = ROLLOUTS, **of: str
+) -> dict[str, Any]:
+    """ROLL Flash with so many GPUs for training and for inference."""
+    return merge(
+        world(servers=infer, training_gpus=train, **of),
+        batch(rollouts=rollouts, alpha=alpha),
+        {"preset": "roll-flash", "run": {"steps": steps}},
+    )
