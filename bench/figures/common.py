@@ -43,6 +43,9 @@ class Point(msgspec.Struct, kw_only=True, omit_defaults=False):
     assumption: str = ""
 
 
+P = TypeVar("P", bound=Point)
+
+
 class Result(msgspec.Struct, kw_only=True):
     """A simulated run: a metrics line for every step (observe/tally.py), and the summary."""
 
@@ -117,8 +120,8 @@ def each(function: Callable[[Recipe], T], tables: Sequence[dict[str, Any]]) -> l
 
 def main(
     name: str,
-    measure: Callable[[bool], list[Point]],
-    draw: Callable[[Figure, list[Point]], None],
+    measure: Callable[[bool], list[P]],
+    draw: Callable[[Figure, list[P]], None],
     size: tuple[float, float] = (9.0, 5.0),
 ) -> None:
     """Run a figure script from its command line."""

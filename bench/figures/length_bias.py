@@ -22,6 +22,7 @@ maximum also grows with the number of samples, which is not given.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from common import each, main
 from matplotlib.figure import Figure
@@ -36,7 +37,7 @@ from asyncrl.ports import StepMetrics
 RHO = 1.07
 CAPS = {50: 8080, 90: 12080}
 """Tailness and cap, as the columns of sampled maxima show them."""
-QUEUES = {
+QUEUES: dict[str, dict[str, Any]] = {
     "queue-drop with Q = 1": {"control": "queue_drop", "queue": 1},
     "queue-drop with Q = 2": {"control": "queue_drop", "queue": 2},
     **{f"queue-max with bound {k}": {"control": "queue_max", "bound": k} for k in (1, 2, 3, 4)},

@@ -16,6 +16,8 @@ rollout concurrency" (the same runs but for two, with the two parts of the predi
 
 from __future__ import annotations
 
+from typing import Any
+
 from common import main, simulate_all
 from matplotlib.figure import Figure
 from staleness_paper import CAP, MEAN, WITHIN, Run, period_of, staleness_of, table
@@ -128,7 +130,7 @@ def draw(figure: Figure, points: list[Run]) -> None:
     axes = figure.subplots()
     formula = [p for p in points if p.series == "formula"]
     simulated = [p for p in points if p.series == "simulated"]
-    bars = [
+    bars: list[tuple[str, list[Any], str, float]] = [
         ("prediction, printed", [p.paper for p in formula], "C0", 0.35),
         ("prediction, formula on the printed inputs", [p.ours for p in formula], "C0", 0.9),
         ("simulated on this runtime", [p.ours for p in simulated], "C1", 0.9),
