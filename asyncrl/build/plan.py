@@ -1,7 +1,7 @@
 """``asyncrl plan``: what a recipe will come to, from formulas and in milliseconds; or what a past run should have.
 
 Reads a recipe's ``[sim]`` for the speeds of its world, asks core/planning.py, and prints. Imports nothing heavy: a plan
-takes longer to start Python than to make. The picture is drawn by observe/frontier.py, which loads matplotlib.
+takes longer to start Python than to make. build/past.py reads past runs; build/frontier.py draws, and loads matplotlib.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TextIO
 
 import msgspec
 
-from asyncrl.build.profile import load_profile
+from asyncrl.build.profile import cost_of
 from asyncrl.build.samples import read_samples
-from asyncrl.config import Recipe
+from asyncrl.config import Recipe, RecipeError
 from asyncrl.core.distributions import Constant
 from asyncrl.core.planning import Prediction, System, best_bound, best_split, predict, with_split
 from asyncrl.core.types import Record
@@ -68,7 +68,7 @@ def system_of(recipe: Recipe) -> System:
         server_gpus=sim.instance.gpus,
         max_running=e.max_running_requests,
         kv_tokens=e.max_total_tokens,
-        cost=load_profile(Path(sim.instance.profile)) if sim.instance.profile else sim.instance.cost,
+        cost=cost_of(sim.instance),
         prefix_cache=sim.instance.prefix_cache,
         affine=e.routing == "prefix_affine",
         trainer_gpus=sim.trainer.gpus,
@@ -148,12 +148,42 @@ def _quarter(value: int) -> list[int]:
 def plan(recipe: Recipe, *, out: TextIO, plot: Path | None = None) -> None:
     """Print what the recipe will come to; with ``plot``, draw staleness against period for other splits and batches.
 
-    Raises ``RecipeError`` for a recipe of which nothing can be said, ``OSError`` if the picture cannot be written.
+    Raises ``RecipeError`` for files that cannot be read or written.
     """
     recipe = read_samples(recipe)
     system, work = system_of(recipe), Workload(shape_of(recipe))
     for line in report(recipe, system, work):
         print(line, file=out)
+    if plot is not None:
+        _draw(plot, recipe, system, work, [], out)
+
+
+def plan_from_run(run_dir: Path, *, out: TextIO, plot: Path | None = None) -> None:
+    """Print what the formulas give for a past run, from its own speeds and lengths, beside what it measured; with
+    ``plot``, draw it into the picture of its recipe.
+
+    Raises ``RunDirError`` for a folder without the metrics of at least two steps, ``RecipeError`` as ``plan`` does.
+    """
+    from asyncrl.build.past import past_report, read_phases, read_recipe
+
+    for line in past_report(run_dir):
+        print(line, file=out)
+    if plot is not None:
+        recipe = read_samples(read_recipe(run_dir))
+        points = [(p.period, p.staleness) for p in read_phases(run_dir)]
+        _draw(plot, recipe, system_of(recipe), Workload(shape_of(recipe)), points, out)
+
+
+def _draw(
+    file: Path, recipe: Recipe, system: System, work: Workload, measured: list[tuple[float, float]], out: TextIO
+) -> None:
+    from asyncrl.build.frontier import draw
+
+    try:
+        draw(file, recipe.name, system, work, measured)
+    except OSError as error:
+        raise RecipeError(f"{file}: cannot write the picture ({error.strerror}); name another file") from None
+    print(f"\n  {file}", file=out)
 
 
 def report(recipe: Recipe, system: System, work: Workload) -> Iterator[str]:

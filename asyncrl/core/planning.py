@@ -16,11 +16,13 @@ one batch to the next: train, prepare the weights, deliver them; servers stand s
   - ``queue_drop``: nothing waits, what is too much is dropped.
 * **Staleness**: core/theory/staleness.py and runtime.py.
 
-Held against the simulation the period is within a tenth, mostly within a twentieth. Rough where: few slots or groups
-(everything is a mean; a version's groups are taken to start together), ρ near 1 (no queue wanders here), loads of
-stragglers near 1, draining updates with several turns or with a queue, batch rollout and round-robin routing (counted
-as queue scheduling), KV caches that are full (preempted work is not counted), failures; the servers' idle share under
-the in-flight cap where versions overlap (steps of unequal length make it larger).
+Held against simulations the period is within a tenth, mostly within a twentieth, and so is the staleness but where α is
+a little above what stragglers need: there chance decides how far it lies between the natural one and α.
+
+Rough where: few slots or groups (everything is a mean; a version's groups are taken to start together), ρ near 1 (no
+queue wanders here), filters under a small α (what was filtered begins anew later), draining updates with several turns
+or with a queue, batch rollout and round-robin routing (counted as queue scheduling), KV caches that are full (preempted
+work is not counted), failures; the servers' idle share where versions overlap (steps of unequal length make it larger).
 """
 
 from __future__ import annotations
@@ -28,14 +30,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable
-from itertools import repeat
 from typing import Literal
 
 import msgspec
 
 from asyncrl.core.cost_model import CostModel
 from asyncrl.core.theory.runtime import natural_staleness, no_bubble_period
-from asyncrl.core.theory.staleness import in_queue_staleness, pre_queue_staleness
+from asyncrl.core.theory.staleness import in_queue_staleness, mean_staleness, pre_queue_staleness
 from asyncrl.core.transfer import Speeds, Transport, seconds_to_deliver, seconds_to_prepare
 from asyncrl.core.types import Record
 from asyncrl.core.workload import Workload
@@ -222,16 +223,18 @@ def predict(s: System, w: Workload) -> Prediction:
         case "inflight_cap":
             ahead = math.floor(alpha * s.batch_groups + 1e-9) / s.batch_groups
             reason: Binding = "tail"
+            staleness = ahead
             if ahead == 0:
                 forced = cycle_s + _wave(s, w, groups, most)
             elif drained:
                 forced = max(train_s + s.prepare_s, _wave(s, w, groups, most)) + s.deliver_s
             else:
-                forced, reason = _stragglers(s, w, full, cycle_s, rollout_s, pause, groups), "stragglers"
+                room = max(0.0, ahead - natural)
+                forced, credit = _stragglers(s, w, full, cycle_s, rollout_s, pause, groups, room)
+                staleness, reason = min(ahead, natural + credit), "stragglers"
             if forced > 1.001 * period:
                 period, binds = forced, reason
             idle_servers = _idle(s, w, full, period, started)
-            staleness = ahead if rho >= 1.0 or binds == reason else min(ahead, natural)
         case "queue_drop":
             in_queue = in_queue_staleness(rho=rho, q=s.queue)
             staleness = pre_queue + in_queue
@@ -306,33 +309,40 @@ def _wave(s: System, w: Workload, groups: int, most: float) -> float:
 
 
 def _stragglers(
-    s: System, w: Workload, full: _Pace, cycle_s: float, rollout_s: float, pause: float, groups: int
-) -> float:
-    """The period where step v waits for the longest group of version v − ⌈α⌉, with the switches' times
+    s: System, w: Workload, full: _Pace, cycle_s: float, rollout_s: float, pause: float, groups: int, room: float
+) -> tuple[float, float]:
+    """(period, batches that rollout is ahead by) where step v waits for the longest group of version v − ⌈α⌉. The
+    switches' times are
 
-        s(v + 1)  =  cycle + max(s(v) + max(0, rollout − cycle), s(v − ⌈α⌉) + X + ⌈α⌉·pause),
+        s(v + 1)  =  cycle + max(s(v) + max(0, rollout − c(v) − cycle), s(v − ⌈α⌉) + X + ⌈α⌉·pause),
 
     X drawn anew for each version. Where every step waits, its mean is Eq. 2 of core/theory/runtime.py; chance makes the
-    period longer. Below α = 1 step v also needs a share 1 − α of the groups that version v begins. While a step waits
-    admission is exhausted, so rollout does not get ahead meanwhile. X is at the speed of as many sequences as the
-    period lets run; each update on their way costs them ``pause``.
+    period longer. While a step waits rollout gets ahead, which is the credit c, as long as the cap lets it: at most by
+    ``room`` batches beyond the natural staleness. Below α = 1 step v also needs a share 1 − α of the groups that
+    version v begins. X is at the speed of as many sequences as the period lets run; each update on their way costs
+    them ``pause``.
     """
-    ahead, started = math.ceil(s.bound), groups + s.redundant
+    behind, begun = math.ceil(s.bound), groups + s.redundant
     needed = math.ceil((1.0 - s.bound) * groups - 1e-9)
-    wait = max(0.0, rollout_s - cycle_s)
-    pace, period = full, rollout_s
+    pace, period, ahead = full, rollout_s, 0.0
     for _ in range(4):  # a contraction: the period hardly depends on the speed
-        switches = [0.0] * (ahead + 1)
-        longest = w.draws(groups, started, pace.x)
-        own = w.draws(needed, started, pace.x) if needed > 0 else repeat(0.0)
-        for span, first in zip(longest, own):  # noqa: B905 (``own`` may have no end)
-            ended = switches[-1 - ahead] + span * pace.episode_s + ahead * pause
-            switches.append(cycle_s + max(switches[-1] + max(wait, first * pace.episode_s), ended))
-        skipped = len(switches) // 8
-        period = (switches[-1] - switches[skipped]) / (len(switches) - 1 - skipped)
+        switches, credit, total = [0.0] * (behind + 1), 0.0, 0.0
+        longest = w.draws(groups, begun, pace.x)
+        own = w.draws(needed, begun, pace.x) if needed > 0 else [0.0] * len(longest)
+        skipped = len(longest) // 8
+        for i, (span, first) in enumerate(zip(longest, own, strict=True)):
+            last = switches[-1]
+            ready = last + max(rollout_s - credit - cycle_s, first * pace.episode_s, 0.0)
+            ended = switches[-1 - behind] + span * pace.episode_s + behind * pause
+            switches.append(cycle_s + max(ready, ended))
+            credit = min(max(0.0, credit + switches[-1] - last - rollout_s), room * rollout_s)
+            total += credit if i >= skipped else 0.0
+        start = behind + skipped
+        period = (switches[-1] - switches[start]) / (len(switches) - 1 - start)
+        ahead = total / (len(longest) - skipped) / rollout_s
         work = groups * w.shape.group_size * w.held(pace.x) * w.generated * pace.token_s
         pace = _pace(s, w, min(full.n, work / (s.servers * max(period - pause, 1e-9))))
-    return period
+    return period, ahead
 
 
 def _idle(s: System, w: Workload, full: _Pace, period: float, started: float) -> float:
@@ -398,6 +408,46 @@ def _queue_max(
     period = _root(lambda t: rollout_s - t * passed(t, 0.0)[0], shortest, high)
     _, length, stale = passed(period, 0.0)
     return period, stale, length
+
+
+# --- a run that goes on, or is over -----------------------------------------------------------------------------------
+
+
+class Observed(Record, frozen=True, kw_only=True):
+    """What a stretch of a run was like: its measured inputs of the formulas, as the staleness paper takes them from its
+    runs."""
+
+    episodes: float
+    """Mean number in progress: the paper's concurrency C."""
+    tailness: float
+    """M_tail of the groups that were trained."""
+    v_r: float
+    """Generated tokens a second while servers are busy."""
+    v_t: float
+    """Generated tokens of the batches a second of training and updating."""
+    kept: float = 1.0
+    """Share of finished trajectories that pass the filter."""
+
+    @property
+    def rho(self) -> float:
+        return self.kept * self.v_r / self.v_t
+
+
+def expected_staleness(s: Observed, *, control: Control, bound: float, queue: float, batch: int, slots: int) -> float:
+    """Mean staleness of ``batch`` trajectories a step, with ``slots`` that could be in progress.
+
+    Under the in-flight cap nothing but the cap keeps slots empty: where some are, admission is exhausted, and the mean
+    is α (core/theory/runtime.py). ``queue_max`` is taken as the natural staleness, at most its bound: too high where it
+    drops much.
+    """
+    begun = batch / s.kept
+    match control:
+        case "queue_drop":
+            parts = mean_staleness(concurrency=s.episodes, batch=begun, tailness=s.tailness, rho=s.rho, q=queue)
+            return parts.total
+        case "inflight_cap" if s.rho >= 1.0 or s.episodes < 0.95 * slots:
+            return bound
+    return min(bound, natural_staleness(concurrency=s.episodes, batch=begun, tailness=s.tailness, rho=s.rho))
 
 
 # --- what else could be done ------------------------------------------------------------------------------------------
