@@ -90,6 +90,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         tasks=TaskSource(world.train_tasks, seed=recipe.seed, shuffle=recipe.task.shuffle),
         group_size=rollout.group_size,
         group_size_redundancy=rollout.group_size_redundancy,
+        redundant_groups=rollout.max_additional_running_prompts,
         observer=world.observer,
         version=version,
         replicate=rollout.expand_num_return_sequences,

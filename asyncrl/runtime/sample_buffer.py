@@ -97,8 +97,9 @@ class SampleBuffer:
     ``group_size_redundancy`` members beside the ``group_size`` are begun in every group (ROLL Flash §5.2.2): the first
     ``group_size`` that end make it complete, and the rest is interrupted. It needs prompt replication.
 
-    ``total_groups`` is what the whole run consumes. Nothing is begun that no step could train; but where groups may be
-    evicted none is sure of its step, so there the slots stay busy until the last batch is taken.
+    ``total_groups`` is what the whole run consumes. Nothing is begun that no step could train, beside the
+    ``redundant_groups`` that the control runs; but where groups may be evicted none is sure of its step, so there the
+    slots stay busy until the last batch is taken.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class SampleBuffer:
         tasks: TaskSource,
         group_size: int,
         group_size_redundancy: int = 0,
+        redundant_groups: int = 0,
         observer: Observer,
         version: int = 0,
         replicate: bool = True,
@@ -121,6 +123,7 @@ class SampleBuffer:
         self._tasks = tasks
         self._group_size = group_size
         self._redundancy = group_size_redundancy
+        self._redundant_groups = redundant_groups
         self._observer = observer
         self._version = version
         self._replicate = replicate
@@ -191,7 +194,9 @@ class SampleBuffer:
         """May a group begin now? With batch rollout, this is where the next wave starts."""
         if self._closed or not self._control.admits(self._version):
             return False
-        room = self._unconsumed if self._control.evicts else self._unconsumed - len(self._open) - len(self._ready)
+        room = self._unconsumed
+        if room and not self._control.evicts:
+            room += self._redundant_groups - len(self._open) - len(self._ready)
         if room > 0 and not self._wave and not self._open:
             self._wave = min(self._control.missing, room)
         return room > 0 and self._wave > 0

@@ -26,6 +26,7 @@ def make(
         control=control or InflightCap(batch=batch, alpha=alpha, redundant=redundant),
         tasks=TaskSource([Task(id=f"t{i}", data={}) for i in range(100)], seed=0, shuffle=False),
         group_size=group_size,
+        redundant_groups=redundant,
         observer=TraceRecorder(),
         **kwargs,  # type: ignore[arg-type]
     )

@@ -254,6 +254,22 @@ def test_nothing_is_begun_that_no_step_could_train() -> None:
     run(main())
 
 
+def test_the_last_batch_has_its_redundant_groups_too_and_after_it_nothing_is_begun() -> None:
+    async def main() -> None:
+        buffer = make(batch=2, group_size=1, redundant=1, total_groups=4)
+        for step in range(2):
+            got = await leases(buffer, 3)
+            assert await blocked(buffer)
+            for lease in got[:2]:
+                put(buffer, lease)
+            await buffer.get_batch(step)
+            assert got[2].revoked == "batch complete"
+            buffer.set_version(step + 1)
+        assert await blocked(buffer)
+
+    run(main())
+
+
 def test_close_ends_everything_that_lives_and_admits_no_more() -> None:
     async def main() -> None:
         buffer = make(alpha=1)

@@ -286,6 +286,7 @@ def drawn(seed: int) -> tuple[SampleBuffer, dict[str, float]]:
         group_size=group_size,
         group_size_redundancy=rng.choice([0, 1, 3]) if replicate else 0,
         control=control,
+        redundant=redundant,
         replicate=replicate,
         queue_scheduling=queue_scheduling,
         filter_zero_variance=group_size > 1 and rng.random() < 0.4,
