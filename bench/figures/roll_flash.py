@@ -20,9 +20,14 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from common import merge
+from common import Result, merge
 
+from asyncrl.build.plan import shape_of, system_of
+from asyncrl.config import load_table
 from asyncrl.core.hardware import GPUS, MODELS, cost_model, kv_tokens, training_tokens_per_s
+from asyncrl.core.planning import best_bound, predict
+from asyncrl.core.theory.completion import Step, async_bound, sync_bound
+from asyncrl.core.workload import Workload
 
 GPU = "h20"
 ROLLOUTS, GROUP_SIZE = 256, 16
@@ -115,3 +120,44 @@ def asynchronous(
         batch(rollouts=rollouts, alpha=alpha),
         {"preset": "roll-flash", "run": {"steps": steps}},
     )
+
+
+def throughput(result: Result, skip: int) -> float:
+    """Generated tokens a second that were trained on, over the steps after the first ``skip``."""
+    return result.mean("tokens/batch", skip) / result.period(skip)
+
+
+def planned(table: dict[str, Any]) -> float:
+    """Seconds a step, by ``asyncrl plan``."""
+    recipe = load_table(table)
+    return predict(system_of(recipe), Workload(shape_of(recipe))).period
+
+
+def bound(table: dict[str, Any]) -> float:
+    """Eq. 8 or 9: the paper's bound on the seconds of a step, synchronous or not.
+
+    A worker is a sequence that the servers decode at once; all of them have the speed of servers with every slot in
+    use. The longest generation is the response limit's.
+    """
+    recipe = load_table(table)
+    work = Workload(shape_of(recipe))
+    plan = predict(system_of(recipe), work)
+    servers, train = recipe.engine.count, recipe.sim.trainer.gpus
+    alpha = recipe.staleness.bound
+    share = train / (train + servers) if alpha else 0.0
+    workers = plan.per_server * servers / (1.0 - share)
+    samples = recipe.batch_trajectories
+    step = Step(
+        samples=samples,
+        workers=workers,
+        mean_gen=work.generated * plan.token_s,
+        max_gen=RESPONSE_TOKENS * plan.token_s,
+        mean_train=plan.train_s * (share or 1.0) * workers / samples,
+    )
+    return async_bound(step, alpha=alpha, train_share=share) if alpha else sync_bound(step)
+
+
+def best_alpha(table: dict[str, Any], of_most: float) -> int:
+    """The smallest α that has ``of_most`` of all throughput, by ``asyncrl plan``, with a slot for each response."""
+    recipe = load_table(merge(table, {"rollout": {"num_envs": 64 * load_table(table).batch_trajectories}}))
+    return best_bound(system_of(recipe), Workload(shape_of(recipe)), of_most=of_most)
