@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from asyncrl.core.planning import Prediction, System, predict, splits
 from asyncrl.core.workload import Workload
 
-SIZE_IN = (13.0, 5.6)
+SIZE_IN = (13.0, 6.2)
 DPI = 110
 COLOURS = ("#8b6fb0", "#3b6fb6", "#2a9d8f", "#4f9d69", "#d9822b", "#b02a2a")
 HERE, MEASURED, FRONT = "#111111", "#d03030", "#c9ced6"
@@ -51,7 +51,7 @@ def build_figure(name: str, system: System, work: Workload, measured: Sequence[t
             lines.append(mark)
         highest = max([highest, here.staleness, *(staleness for _, staleness in measured)])
         ax.set_ylim(-0.05 * highest - 0.02, 1.1 * highest + 0.05)
-        ax.legend(handles=lines, frameon=False, fontsize=9, loc="upper right")
+        ax.legend(handles=lines, frameon=False, fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     left.set_ylabel("mean staleness (versions)")
     figure.suptitle(
         f"{name}: staleness against step period in all splits of {system.gpus} GPUs, predicted", fontsize=12

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Recipe, loads_json
-from asyncrl.core.planning import Observed, expected_staleness
+from asyncrl.core.observed import Observed, expected_staleness
 from asyncrl.core.theory.staleness import measured_tailness
 from asyncrl.core.types import OBSERVED_VERSION, Record
 from asyncrl.observe.run_dir import METRICS, RECIPE, TRAJECTORIES, RunDirError, read_lines

@@ -35,13 +35,13 @@ from typing import Literal
 import msgspec
 
 from asyncrl.core.cost_model import CostModel
+from asyncrl.core.observed import Control
 from asyncrl.core.theory.runtime import natural_staleness, no_bubble_period
-from asyncrl.core.theory.staleness import in_queue_staleness, mean_staleness, pre_queue_staleness
+from asyncrl.core.theory.staleness import in_queue_staleness, pre_queue_staleness
 from asyncrl.core.transfer import Speeds, Transport, seconds_to_deliver, seconds_to_prepare
 from asyncrl.core.types import Record
 from asyncrl.core.workload import Workload
 
-Control = Literal["inflight_cap", "queue_drop", "queue_max"]
 Binding = Literal["rollout", "trainer", "tail", "stragglers", "eviction"]
 
 
@@ -206,7 +206,8 @@ def predict(s: System, w: Workload) -> Prediction:
     again = 0.0 if s.drain else s.episodes * w.context * s.cost.k5 / s.servers
     pause = s.deliver_s + again
     rollout_s = started / full.rate + pause
-    rho = cycle_s / rollout_s
+    # Trajectories that end while the trainer is busy with a batch, over those of a batch; one pause falls into each.
+    rho = max(cycle_s / rollout_s, (cycle_s - pause) / (rollout_s - pause))
     tailness = w.tailness(x)
     groups = max(1, round(s.batch_groups / s.kept))
     longest = w.ranked(groups, groups + s.redundant, x)
@@ -240,9 +241,10 @@ def predict(s: System, w: Workload) -> Prediction:
             staleness = pre_queue + in_queue
         case "queue_max":
             for _ in range(5):  # what is trained is shorter, and so is the cycle
-                period, staleness, trained_length = _queue_max(s, w, episode_s, x, cycle_s, rollout_s)
+                period, staleness, trained_length = _queue_max(s, w, episode_s, x, cycle_s, rollout_s, pause)
                 train_s = s.fixed_s + batch * (w.observed + w.generated * trained_length) / trained_per_s
                 cycle_s = train_s + s.prepare_s + s.deliver_s
+            period = max(period, cycle_s)
             if period > 1.001 * max(cycle_s, rollout_s):
                 binds = "eviction"
             idle_servers = s.deliver_s / period
@@ -326,7 +328,7 @@ def _stragglers(
     needed = math.ceil((1.0 - s.bound) * groups - 1e-9)
     pace, period, ahead = full, rollout_s, 0.0
     for _ in range(4):  # a contraction: the period hardly depends on the speed
-        switches, credit, total = [0.0] * (behind + 1), 0.0, 0.0
+        switches, credit, total = [rollout_s * (i - behind) for i in range(behind + 1)], 0.0, 0.0
         longest = w.draws(groups, begun, pace.x)
         own = w.draws(needed, begun, pace.x) if needed > 0 else [0.0] * len(longest)
         skipped = len(longest) // 8
@@ -371,7 +373,7 @@ def _idle(s: System, w: Workload, full: _Pace, period: float, started: float) ->
 
 
 def _queue_max(
-    s: System, w: Workload, episode_s: float, x: float, cycle_s: float, rollout_s: float
+    s: System, w: Workload, episode_s: float, x: float, cycle_s: float, rollout_s: float, pause: float
 ) -> tuple[float, float, float]:
     """(period, mean staleness, mean length of what is trained over E[L]) of a queue that drops what is too stale.
 
@@ -380,74 +382,36 @@ def _queue_max(
     0 … T, and T is such that what counts fills a batch. Train-bound, T is the cycle, and the queue grows by such a wait
     that what it drops is what is too much.
     """
-    bound = math.floor(s.bound)
-    phases = [(i + 0.5) / 16 for i in range(16)]
+    bound, phases = math.floor(s.bound), [(i + 0.5) / 16 for i in range(16)]
 
     def passed(period: float, extra: float) -> tuple[float, float, float]:
         """Share of groups that count, and their mean length and staleness."""
+        unit = episode_s * period / (period - pause)  # pauses are part of what they take
         share = length = stale = 0.0
         for phase in phases:
-            room = (bound + 1) * period - cycle_s - extra - phase * period
-            part, mean = w.ended_within(room / episode_s, x) if room > 0 else (0.0, 0.0)
+            room = (bound + 1 - phase) * period - cycle_s - extra
+            part, mean = w.ended_within(room / unit, x) if room > 0 else (0.0, 0.0)
             share += part / len(phases)
             length += part * mean / len(phases)
-            # The staleness of what counts: one for each k ≤ bound that it exceeds.
-            for k in range(1, bound + 1):
+            for k in range(1, bound + 1):  # E[staleness] is the sum of P(staleness ≥ k)
                 within = room - (bound + 1 - k) * period
-                stale += (part - (w.ended_within(within / episode_s, x)[0] if within > 0 else 0.0)) / len(phases)
+                stale += (part - (w.ended_within(within / unit, x)[0] if within > 0 else 0.0)) / len(phases)
         return (share, length / share, stale / share) if share else (0.0, 1.0, float(bound))
 
-    shortest = max(cycle_s, rollout_s)
-    if cycle_s > rollout_s and passed(cycle_s, 0.0)[0] > rollout_s / cycle_s:
-        extra = _root(lambda u: passed(cycle_s, u)[0] - rollout_s / cycle_s, 0.0, (bound + 1) * cycle_s)
+    def missing(period: float, extra: float = 0.0) -> float:
+        """Seconds of rollout that a batch lacks after a ``period``."""
+        return rollout_s - pause - (period - pause) * passed(period, extra)[0]
+
+    if cycle_s > rollout_s and missing(cycle_s) < 0:
+        extra = _root(lambda u: -missing(cycle_s, u), 0.0, (bound + 1) * cycle_s)
         _, length, stale = passed(cycle_s, extra)
         return cycle_s, stale, length
-    high = shortest
-    while passed(high, 0.0)[0] * high < rollout_s:
+    low = high = max(cycle_s, rollout_s)
+    while missing(high) > 0:
         high *= 2.0
-    period = _root(lambda t: rollout_s - t * passed(t, 0.0)[0], shortest, high)
+    period = _root(missing, low, high)
     _, length, stale = passed(period, 0.0)
     return period, stale, length
-
-
-# --- a run that goes on, or is over -----------------------------------------------------------------------------------
-
-
-class Observed(Record, frozen=True, kw_only=True):
-    """What a stretch of a run was like: its measured inputs of the formulas, as the staleness paper takes them from its
-    runs."""
-
-    episodes: float
-    """Mean number in progress: the paper's concurrency C."""
-    tailness: float
-    """M_tail of the groups that were trained."""
-    v_r: float
-    """Generated tokens a second while servers are busy."""
-    v_t: float
-    """Generated tokens of the batches a second of training and updating."""
-    kept: float = 1.0
-    """Share of finished trajectories that pass the filter."""
-
-    @property
-    def rho(self) -> float:
-        return self.kept * self.v_r / self.v_t
-
-
-def expected_staleness(s: Observed, *, control: Control, bound: float, queue: float, batch: int, slots: int) -> float:
-    """Mean staleness of ``batch`` trajectories a step, with ``slots`` that could be in progress.
-
-    Under the in-flight cap nothing but the cap keeps slots empty: where some are, admission is exhausted, and the mean
-    is α (core/theory/runtime.py). ``queue_max`` is taken as the natural staleness, at most its bound: too high where it
-    drops much.
-    """
-    begun = batch / s.kept
-    match control:
-        case "queue_drop":
-            parts = mean_staleness(concurrency=s.episodes, batch=begun, tailness=s.tailness, rho=s.rho, q=queue)
-            return parts.total
-        case "inflight_cap" if s.rho >= 1.0 or s.episodes < 0.95 * slots:
-            return bound
-    return min(bound, natural_staleness(concurrency=s.episodes, batch=begun, tailness=s.tailness, rho=s.rho))
 
 
 # --- what else could be done ------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ A server is busy while it has at least one running request, and available while 
 
 from __future__ import annotations
 
+from asyncrl.core.observed import Observed
 from asyncrl.core.types import Record
 
 
@@ -58,13 +59,16 @@ class ServerTime:
 
 
 class Mark(Record, frozen=True, kw_only=True):
-    """Totals up to a moment; two of them bound a window. ``tokens`` counts what the servers generated."""
+    """Totals up to a moment; two of them bound a window. ``tokens`` counts what the servers generated, ``trained`` what
+    of it was trained, ``episode_s`` the seconds of the episodes that have ended."""
 
     at: float
     busy: float = 0.0
     available: float = 0.0
     trainer_busy: float = 0.0
     tokens: int = 0
+    trained: int = 0
+    episode_s: float = 0.0
 
 
 def bubble_share(first: Mark, last: Mark) -> float | None:
@@ -83,3 +87,22 @@ def tokens_per_second(first: Mark, last: Mark) -> float:
     """Rate of generation in a window; 0 for an empty one."""
     length = last.at - first.at
     return (last.tokens - first.tokens) / length if length > 0 else 0.0
+
+
+def observed(first: Mark, last: Mark, *, tailness: float, kept: float) -> Observed | None:
+    """What the formulas of core/planning.py need of a window; None if something of it did not happen there."""
+    length, busy, trainer = last.at - first.at, last.busy - first.busy, last.trainer_busy - first.trainer_busy
+    episode_s, tokens, trained = (
+        last.episode_s - first.episode_s,
+        last.tokens - first.tokens,
+        last.trained - first.trained,
+    )
+    if min(length, busy, trainer, episode_s, tokens, trained) <= 0:
+        return None
+    return Observed(
+        episodes=episode_s / length,
+        tailness=tailness,
+        v_r=tokens / length * (last.available - first.available) / busy,
+        v_t=trained / trainer,
+        kept=kept,
+    )

@@ -31,6 +31,7 @@ SERVER_ROWS = 4
 """More servers than this share one row."""
 SPARKS = {True: "▁▂▃▄▅▆▇█", False: "_.-:=+*#"}
 ARROW = {True: "→", False: "->"}
+TIMES = {True: "×", False: "x"}
 
 
 class Progress:
@@ -98,7 +99,7 @@ class Progress:
         rows += self._server_rows()
         reserved = gauges.get("buffer/reserved", m.get("buffer/reserved", 0))
         occupied = gauges.get("buffer/occupied", m.get("buffer/occupied", 0))
-        stale = f"mean {m['staleness/mean']:.2f} max {m['staleness/max']:.0f}" if m else "-"
+        stale = f"mean {m['staleness/mean']:.2f}{self._expected()} max {m['staleness/max']:.0f}" if m else "-"
         text = f"reserved {reserved:.0f}  occupied {occupied:.0f}/{recipe.rollout.batch_groups}"
         rows.append(("buffer", f"{text}  staleness {stale}{bound_note(recipe.staleness.limit)}"))
         if m:
@@ -134,11 +135,19 @@ class Progress:
         if m:
             parts += [
                 f"reward {m['reward/mean']:.3f}",
-                f"staleness {m['staleness/mean']:.2f} max {m['staleness/max']:.0f}",
+                f"staleness {m['staleness/mean']:.2f}{self._expected()} max {m['staleness/max']:.0f}",
                 f"bubbles {_percent(m.get('bubble/share'))}",
             ]
         running = sum(s.running for s in tally.servers.values())
         return "  ".join(parts) + f"  running {running:,}  {self._token_rate():,.0f} tok/s{self._time_left()}"
+
+    def _expected(self) -> str:
+        """The mean staleness that the formulas give for the run as it is, and the tail of its lengths, from which a
+        change would come."""
+        m = self._tally.metrics
+        if "predicted/staleness" not in m:
+            return ""
+        return f" (predicted {m['predicted/staleness']:.2f}, tail {m['response/tailness']:.2f}{TIMES[self._unicode]})"
 
     def _time_left(self) -> str:
         pace, steps = self._tally.seconds_per_step, self._tally.recipe.run.steps
@@ -233,7 +242,7 @@ def closing_lines(summary: Summary, report: Path | None, unicode: bool) -> list[
 
 def _shows_unicode(out: TextIO) -> bool:
     try:
-        "".join((*SPARKS[True], ARROW[True])).encode(getattr(out, "encoding", None) or "ascii")
+        "".join((*SPARKS[True], ARROW[True], TIMES[True])).encode(getattr(out, "encoding", None) or "ascii")
     except (UnicodeEncodeError, LookupError):
         return False
     return True

@@ -78,6 +78,7 @@ class Recorder(Tally):
             self._put(("busy", name, ended))
 
     def span(self, track: str, name: str, start: float, end: float, args: Mapping[str, Any] = NO_ARGS) -> None:
+        super().span(track, name, start, end, args)
         if self.recipe.run.trace_requests or name not in REQUEST_SPANS:
             self._put(("span", track, name, start, end, args))
 

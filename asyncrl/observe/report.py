@@ -98,8 +98,13 @@ def draw_staleness(ax: Axes, steps: Rows, bound: int | None) -> None:
         for key, n in row.items():
             if key.startswith("staleness/count/"):
                 counts[int(key.rsplit("/", 1)[1])] += n
-    ax.set(title="staleness of trained trajectories", xlabel="versions behind", ylabel="trajectories")
     total = counts.total()
+    title = "staleness of trained trajectories"
+    if total:
+        title += f": mean {sum(k * n for k, n in counts.items()) / total:.2f}"
+    if (predicted := _column(steps, "predicted/staleness")[1]).size:
+        title += f", predicted {predicted.mean():.2f}"
+    ax.set(title=title, xlabel="versions behind", ylabel="trajectories")
     bars = ax.bar(list(counts), list(counts.values()), width=0.7, color=TRAIN)
     ax.bar_label(bars, [f"{100 * n / total:.0f} %" for n in counts.values()], fontsize=9)
     right = max(counts, default=0)

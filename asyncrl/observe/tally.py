@@ -6,16 +6,30 @@ What is written into a run directory is ``Recorder``'s, which is a Tally that al
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from asyncrl.config import Recipe
+from asyncrl.core.observed import expected_staleness
 from asyncrl.core.types import Record, Trajectory
-from asyncrl.observe.busy import Mark, Segment, ServerTime, bubble_share, tokens_per_second, trainer_idle_share
+from asyncrl.observe.busy import (
+    Mark,
+    Segment,
+    ServerTime,
+    bubble_share,
+    observed,
+    tokens_per_second,
+    trainer_idle_share,
+)
 from asyncrl.observe.summary import StalenessSummary, Summary, package_versions, reward_edges
 from asyncrl.ports import Observer, StepMetrics
+
+RECENT_STEPS = 8
+"""A prediction is of what the run was like in this many steps."""
+RECENT_GROUPS = 64
+"""The tail of the lengths is over at least so many groups, and the last two batches."""
 
 NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 
@@ -45,21 +59,54 @@ class Tally(Observer):
         self.states: Counter[str] = Counter()  # finished trajectories by final state
         self._staleness: Counter[int] = Counter()  # trained trajectories by staleness
         self._trainer_busy = 0.0
+        self._trained = 0  # generated tokens of all batches
+        self._episode_s = 0.0
+        self._episodes_a_slot = 1 if recipe.rollout.expand_num_return_sequences else recipe.rollout.group_size
+        # Of the groups that were trained last: generated tokens of the longest member, of all, and their number.
+        self._groups: deque[tuple[int, int, int]] = deque(maxlen=max(RECENT_GROUPS, 2 * recipe.rollout.batch_groups))
         # Ends of the first and of the newest step; before the first step, the newest is the run's start.
         self._first: Mark | None = None
         self._newest = Mark(at=self.start)
+        self._recent: deque[Mark] = deque([self._newest], maxlen=RECENT_STEPS + 1)
 
     # --- Observer -----------------------------------------------------------------------------------------------------
 
     def step(self, metrics: StepMetrics) -> None:
         self._trainer_busy += metrics.train_s + metrics.update_s
+        for group in metrics.batch.groups:
+            lengths = [t.generated for t in group.trajectories]
+            self._groups.append((max(lengths), sum(lengths), len(lengths)))
+            self._trained += sum(lengths)
         before, mark = self._newest, self._mark(metrics.at, metrics.tokens)
-        line = step_line(metrics, before, mark, self.start)
+        line = step_line(metrics, before, mark, self.start) | self._prediction(mark)
         self._staleness.update(metrics.batch.step - t.v_traj for t in metrics.batch.trajectories)
         self._newest = mark
         self._first = self._first or mark
         self.metrics = line
         self.rewards.append(line["reward/mean"])
+
+    def _prediction(self, mark: Mark) -> dict[str, float]:
+        """``response/tailness`` (M_tail of recent groups), ``rollout/episodes`` (mean number in progress since the step
+        before), ``predicted/staleness`` (from the last ``RECENT_STEPS`` steps); what is not known yet is left out."""
+        rollout, staleness = self.recipe.rollout, self.recipe.staleness
+        longest, total, members = (sum(column) for column in zip(*self._groups, strict=True))
+        tailness = longest / len(self._groups) * members / total if total else 1.0
+        line = {"response/tailness": tailness}
+        before = self._recent[-1]
+        if mark.episode_s > before.episode_s and mark.at > before.at:
+            line["rollout/episodes"] = (mark.episode_s - before.episode_s) / (mark.at - before.at)
+        self._recent.append(mark)
+        kept = self.states["consumed"] / ((self.states["consumed"] + self.states["filtered"]) or 1)
+        if (seen := observed(self._recent[0], mark, tailness=tailness, kept=kept or 1.0)) is not None:
+            line["predicted/staleness"] = expected_staleness(
+                seen,
+                control=staleness.control,
+                bound=staleness.bound,
+                queue=staleness.queue,
+                batch=self.recipe.batch_trajectories,
+                slots=self._episodes_a_slot * rollout.num_envs,
+            )
+        return line
 
     def trajectory(self, trajectory: Trajectory, state: str) -> None:
         self.states[str(state)] += 1
@@ -75,7 +122,9 @@ class Tally(Observer):
         return time.update(at, running, version, up)
 
     def span(self, track: str, name: str, start: float, end: float, args: Mapping[str, Any] = NO_ARGS) -> None:
-        """Not counted."""
+        """Of spans, episodes are counted."""
+        if name == "episode":
+            self._episode_s += self._episodes_a_slot * (end - start)
 
     def instant(self, track: str, name: str, at: float, args: Mapping[str, Any] = NO_ARGS) -> None:
         """Not counted."""
@@ -144,6 +193,8 @@ class Tally(Observer):
             available=sum(available for _, available in totals),
             trainer_busy=self._trainer_busy,
             tokens=tokens,
+            trained=self._trained,
+            episode_s=self._episode_s,
         )
 
 

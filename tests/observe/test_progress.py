@@ -122,6 +122,27 @@ def test_rows_after_steps_show_reward_trainer_and_time_left(recorder: Recorder, 
     assert dict(progress.rows())["held-out"] == "0.250 → 0.750"
 
 
+@pytest.mark.parametrize(("encoding", "times"), [("utf-8", "×"), ("ascii", "x")])
+def test_the_expected_staleness_stands_beside_the_measured_one(
+    recorder: Recorder, clock: Clock, encoding: str, times: str
+):
+    out = Terminal(encoding, tty=False)
+    progress = Progress(recorder, out)
+    progress.render()
+    for step in range(3):
+        recorder.server("server 0", clock.now, 4, step)
+        clock.now += 4.0
+        recorder.span("env 0", "episode", clock.now - 4.0, clock.now)
+        batch = [make_trajectory(i, v_traj=step, length=10 + 10 * i) for i in range(4)]
+        recorder.step(make_step(step, batch, clock.now))
+    m = recorder.metrics
+    text = f"(predicted {m['predicted/staleness']:.2f}, tail 1.60{times})"
+    assert dict(progress.rows())["buffer"].endswith(f"staleness mean 0.00 {text} max 0 (bound 1)")
+    clock.now += 20.0
+    progress.render()
+    assert f"staleness 0.00 {text} max 0" in out.text.splitlines()[-1]
+
+
 def test_bubbles_are_those_of_the_newest_step(recorder: Recorder, clock: Clock):
     progress = Progress(recorder, Terminal(tty=False))
     progress.render()

@@ -59,6 +59,7 @@ def test_a_step_becomes_one_flat_line_of_numbers(tmp_path: Path, clock: Clock):
         "response/mean": 25.0,
         "response/p95": 40,
         "response/max": 40,
+        "response/tailness": 1.6,
         "staleness/mean": 1.0,
         "staleness/max": 2,
         "staleness/count/0": 1,
