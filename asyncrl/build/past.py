@@ -49,18 +49,15 @@ class _Line(Record, frozen=True, kw_only=True):
     versions: list[tuple[int, int]]
 
 
-def read_recipe(run_dir: Path) -> Recipe:
+def read_past(run_dir: Path) -> tuple[Recipe, list[Phase]]:
+    """The run's recipe, and the run in at most ``PHASES`` parts, without its first and last steps, in which not all
+    places were in use. Raises ``RunDirError``."""
     path = run_dir / RECIPE
     try:
-        return loads_json(path.read_bytes())
+        recipe = loads_json(path.read_bytes())
     except (OSError, msgspec.DecodeError) as error:
         raise RunDirError(f"{path}: not the recipe of a run ({error}); give a run directory") from None
-
-
-def read_phases(run_dir: Path) -> list[Phase]:
-    """The run in at most ``PHASES`` parts, without its first and last steps, in which not all places were in use.
-    Raises ``RunDirError``."""
-    recipe, rows = read_recipe(run_dir), list(read_lines(run_dir / METRICS))
+    rows = list(read_lines(run_dir / METRICS))
     if len(rows) < 2:
         raise RunDirError(f"{run_dir / METRICS}: {len(rows)} steps; at least 2 are needed to say anything")
     tailness = None if "response/tailness" in rows[-1] else _tailness(run_dir / TRAJECTORIES)
@@ -68,7 +65,7 @@ def read_phases(run_dir: Path) -> list[Phase]:
     inner = range(edge, len(rows) - edge + 1) if len(rows) > 6 * edge else range(1, len(rows))
     count = max(1, min(PHASES, len(inner) // STEPS_A_PHASE))
     borders = [inner.start + len(inner) * i // count for i in range(count + 1)]
-    return [_phase(recipe, rows[a - 1], rows[a:b], tailness) for a, b in pairwise(borders)]
+    return recipe, [_phase(recipe, rows[a - 1], rows[a:b], tailness) for a, b in pairwise(borders)]
 
 
 def _tailness(path: Path) -> float:
@@ -77,7 +74,7 @@ def _tailness(path: Path) -> float:
     if not path.exists():
         raise RunDirError(f"{path}: missing, and {METRICS} has no response/tailness; give a complete run directory")
     for line in path.read_bytes().splitlines(keepends=True):
-        if line.endswith(b"\\n"):
+        if line.endswith(b"\n"):
             found = msgspec.json.decode(line, type=_Line)
             if found.state == "consumed":
                 tokens = sum(n for version, n in found.versions if version != OBSERVED_VERSION)
@@ -129,9 +126,8 @@ def _phase(recipe: Recipe, before: Row, rows: Sequence[Row], tailness: float | N
     )
 
 
-def past_report(run_dir: Path) -> Iterator[str]:
-    """Predicted beside measured, a line a phase. Raises ``RunDirError``."""
-    recipe, phases = read_recipe(run_dir), read_phases(run_dir)
+def past_report(run_dir: Path, recipe: Recipe, phases: Sequence[Phase]) -> Iterator[str]:
+    """Predicted beside measured, a line a phase."""
     r = recipe.rollout
     yield f"{run_dir}: {recipe.name}, {r.batch_groups} groups of {r.group_size} a batch, {r.num_envs} slots"
     yield ""

@@ -162,15 +162,20 @@ def plan_from_run(run_dir: Path, *, out: TextIO, plot: Path | None = None) -> No
     """Print what the formulas give for a past run, from its own speeds and lengths, beside what it measured; with
     ``plot``, draw it into the picture of its recipe.
 
-    Raises ``RunDirError`` for a folder without the metrics of at least two steps, ``RecipeError`` as ``plan`` does.
+    Raises ``RecipeError`` for a folder that is no run of at least two steps, and as ``plan`` does.
     """
-    from asyncrl.build.past import past_report, read_phases, read_recipe
+    from asyncrl.build.past import past_report, read_past
+    from asyncrl.observe.run_dir import RunDirError
 
-    for line in past_report(run_dir):
+    try:
+        recipe, phases = read_past(run_dir)
+    except RunDirError as error:
+        raise RecipeError(str(error)) from None
+    for line in past_report(run_dir, recipe, phases):
         print(line, file=out)
     if plot is not None:
-        recipe = read_samples(read_recipe(run_dir))
-        points = [(p.period, p.staleness) for p in read_phases(run_dir)]
+        recipe = read_samples(recipe)
+        points = [(p.period, p.staleness) for p in phases]
         _draw(plot, recipe, system_of(recipe), Workload(shape_of(recipe)), points, out)
 
 
