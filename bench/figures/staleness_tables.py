@@ -139,7 +139,10 @@ def draw(figure: Figure, points: list[Run]) -> None:
     for number, (label, values, color, alpha) in enumerate(bars):
         where = [p.x + 0.2 * number - 0.3 for p in formula]
         axes.bar(where, values, 0.18, label=label, color=color, alpha=alpha)
-    labels = [f"C {c}, B {b}\nq {q}, ρ {rho}\nM {m}" for (c, b, q, rho, m), _, _ in RUNS]
+    labels = [
+        f"C {c}, B {b}\nq {q}, ρ {rho}\n" + (f"M {m}" if x < 6 else "M not printed")
+        for x, ((c, b, q, rho, m), _, _) in enumerate(RUNS)
+    ]
     axes.set(xticks=range(len(labels)), xticklabels=labels, ylabel="mean staleness (steps)", ylim=(0, 5))
     axes.tick_params(labelsize=8)
     axes.legend(ncols=2, fontsize=8, loc="upper left")
