@@ -109,8 +109,9 @@ def _phase(recipe: Recipe, before: Row, rows: Sequence[Row], tailness: float | N
     expected = max(trained / n / (kept * seen.v_r), cycle_s)
     if control.control == "inflight_cap":
         episode_s = seen.episodes * period * kept / batch
-        longest = math.fsum(row["response/max"] / row["response/mean"] for row in rows) / n
-        expected = max(expected, (longest * episode_s + cycle_s) / (math.ceil(control.bound) + 1))
+        guesses = (row["response/max"] / row["response/mean"] * episode_s for row in rows)
+        longest = math.fsum(row.get("rollout/longest_s", guess) for row, guess in zip(rows, guesses, strict=True)) / n
+        expected = max(expected, (longest + cycle_s) / (math.ceil(control.bound) + 1))
     return Phase(
         first=int(rows[0]["step"]),
         last=int(last["step"]),

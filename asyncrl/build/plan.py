@@ -275,8 +275,8 @@ def _advice(p: Prediction, found: list[WhatIf]) -> Iterator[str]:
     fresher = [(g / max(0.01, -speed), w, g, speed) for w in found for g, speed in [gain(w)] if g > 0.005]
     if fresher:
         _, w, g, speed = max(fresher, key=lambda entry: entry[0])
-        yield f"  fresher     {w.key} {w.change}: staleness −{g:.2f} for {speed:+.1%} trajectories/s"
+        yield f"  fresher     {w.key} {w.change}: staleness {-g:+.2f} for {speed:+.1%} trajectories/s"
     faster = [(speed / max(0.01, -g), w, g, speed) for w in found for g, speed in [gain(w)] if speed > 0.005]
     if faster:
         _, w, g, speed = max(faster, key=lambda entry: entry[0])
-        yield f"  faster      {w.key} {w.change}: {speed:+.1%} trajectories/s for staleness {-g:+.2f}"
+        yield f"  faster      {w.key} {w.change}: {speed:+.1%} trajectories/s for staleness {0.0 - g:+.2f}"

@@ -61,6 +61,7 @@ class Tally(Observer):
         self._trainer_busy = 0.0
         self._trained = 0  # generated tokens of all batches
         self._episode_s = 0.0
+        self._longest_s = 0.0  # of the episodes that ended since the newest step
         self._episodes_a_slot = 1 if recipe.rollout.expand_num_return_sequences else recipe.rollout.group_size
         # Of the groups that were trained last: generated tokens of the longest member, of all, and their number.
         self._groups: deque[tuple[int, int, int]] = deque(maxlen=max(RECENT_GROUPS, 2 * recipe.rollout.batch_groups))
@@ -86,8 +87,9 @@ class Tally(Observer):
         self.rewards.append(line["reward/mean"])
 
     def _prediction(self, mark: Mark) -> dict[str, float]:
-        """``response/tailness`` (M_tail of recent groups), ``rollout/episodes`` (mean number in progress since the step
-        before), ``predicted/staleness`` (from the last ``RECENT_STEPS`` steps); what is not known yet is left out."""
+        """``response/tailness``: M_tail of recent groups. ``rollout/episodes`` and ``rollout/longest_s``: mean number in
+        progress, and seconds of the longest that ended, since the step before. ``predicted/staleness``: from the last
+        ``RECENT_STEPS`` steps. What is not known yet is left out."""
         rollout, staleness = self.recipe.rollout, self.recipe.staleness
         longest, total, members = (sum(column) for column in zip(*self._groups, strict=True))
         tailness = longest / len(self._groups) * members / total if total else 1.0
@@ -95,6 +97,8 @@ class Tally(Observer):
         before = self._recent[-1]
         if mark.episode_s > before.episode_s and mark.at > before.at:
             line["rollout/episodes"] = (mark.episode_s - before.episode_s) / (mark.at - before.at)
+            line["rollout/longest_s"] = self._longest_s
+            self._longest_s = 0.0
         self._recent.append(mark)
         kept = self.states["consumed"] / ((self.states["consumed"] + self.states["filtered"]) or 1)
         if (seen := observed(self._recent[0], mark, tailness=tailness, kept=kept or 1.0)) is not None:
@@ -125,6 +129,7 @@ class Tally(Observer):
         """Of spans, episodes are counted."""
         if name == "episode":
             self._episode_s += self._episodes_a_slot * (end - start)
+            self._longest_s = max(self._longest_s, end - start)
 
     def instant(self, track: str, name: str, at: float, args: Mapping[str, Any] = NO_ARGS) -> None:
         """Not counted."""

@@ -193,7 +193,7 @@ def test_a_past_run_is_predicted_from_its_own_metrics(run_dir: Path):
 
 
 def test_a_run_without_these_metrics_is_read_from_its_trajectories(run_dir: Path, tmp_path: Path):
-    new = ("response/tailness", "rollout/episodes", "predicted/staleness")
+    new = ("response/tailness", "rollout/episodes", "rollout/longest_s", "predicted/staleness")
     lines = [{k: v for k, v in row.items() if k not in new} for row in read_lines(run_dir / METRICS)]
     (tmp_path / METRICS).write_text("".join(json.dumps(row) + "\n" for row in lines))
     (tmp_path / "recipe.json").write_bytes((run_dir / "recipe.json").read_bytes())

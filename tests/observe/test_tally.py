@@ -53,6 +53,7 @@ def test_the_prediction_follows_from_what_was_counted():
     m = tally.metrics
     assert m["response/tailness"] == pytest.approx(30 / 15)
     assert m["rollout/episodes"] == pytest.approx(10.0)
+    assert m["rollout/longest_s"] == pytest.approx(8.0)
     # 1,200 tokens in 6 busy seconds of 8; 240 tokens trained in 4 seconds of train step and update.
     seen = Observed(episodes=10.0, tailness=2.0, v_r=1200 / 6, v_t=240 / 4)
     queue = {"control": "queue_drop", "bound": 1.0, "queue": 2.0}
@@ -75,7 +76,7 @@ def test_without_episodes_nothing_is_predicted():
     tally = make_tally(clock)
     one_step(tally, clock, 0, episodes=0)
     assert tally.metrics["response/tailness"] == pytest.approx(2.0)
-    assert not {"predicted/staleness", "rollout/episodes"} & set(tally.metrics)
+    assert not {"predicted/staleness", "rollout/episodes", "rollout/longest_s"} & set(tally.metrics)
 
 
 def test_one_episode_of_a_whole_group_counts_as_its_trajectories():
@@ -94,7 +95,7 @@ def test_what_a_run_was_like_long_ago_is_forgotten():
     for step in range(many):
         one_step(tally, clock, 20 + step)
         one_step(fresh, fresh_clock, step)
-    for key in ("response/tailness", "predicted/staleness", "rollout/episodes"):
+    for key in ("response/tailness", "predicted/staleness", "rollout/episodes", "rollout/longest_s"):
         assert tally.metrics[key] == pytest.approx(fresh.metrics[key])
     assert clock.now > START
 
@@ -116,3 +117,14 @@ def test_what_is_kept_does_not_grow_with_the_run():
         one_step(tally, clock, step)
     assert len(tally._groups) == RECENT_GROUPS
     assert len(tally._recent) == RECENT_STEPS + 1
+
+
+def test_the_longest_episode_is_that_of_the_newest_step():
+    clock = Clock()
+    tally = make_tally(clock)
+    tally.span("env 0", "episode", clock.now - 90.0, clock.now)
+    tally.span("env 0", "generate", clock.now - 500.0, clock.now)
+    one_step(tally, clock, 0)
+    assert tally.metrics["rollout/longest_s"] == pytest.approx(90.0)
+    one_step(tally, clock, 1)
+    assert tally.metrics["rollout/longest_s"] == pytest.approx(8.0)
