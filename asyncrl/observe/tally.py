@@ -87,7 +87,7 @@ class Tally(Observer):
         self.rewards.append(line["reward/mean"])
 
     def _prediction(self, mark: Mark) -> dict[str, float]:
-        """``response/tailness``: M_tail of recent groups. ``rollout/episodes`` and ``rollout/longest_s``: mean number in
+        """``response/tailness``: M_tail of recent groups. ``rollout/episodes``, ``rollout/longest_s``: mean number in
         progress, and seconds of the longest that ended, since the step before. ``predicted/staleness``: from the last
         ``RECENT_STEPS`` steps. What is not known yet is left out."""
         rollout, staleness = self.recipe.rollout, self.recipe.staleness
