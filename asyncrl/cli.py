@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
+import os
 import shlex
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -31,10 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return serve(arguments[1:])
     args = _parser().parse_args(arguments)
     try:
-        return int(args.run(args, arguments))
+        code = int(args.run(args, arguments))
+        sys.stdout.flush()
     except RecipeError as error:
         print(f"asyncrl: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader has seen enough (asyncrl plan … | head)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -251,6 +255,9 @@ def _train(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 async def _train_until_signal(recipe: Recipe, run_dir: Path, command: list[str], started: str) -> int:
     """The run, cancelled by the first SIGINT or SIGTERM; a second one cuts the clean-up short."""
+    import asyncio
+    import signal
+
     from asyncrl.build.errors import leaves, one_line
     from asyncrl.build.real import train
     from asyncrl.observe.run_dir import RunDirError
