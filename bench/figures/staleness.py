@@ -6,6 +6,11 @@ Predicted is its formula (core/theory/staleness.py). Simulated is this runtime w
 "queue_drop"`` in the world of the paper's simulator (staleness_paper.py); staleness is the step less the trajectory's
 ``v_traj``. The paper prints no number of this figure, it says "our predictions are accurate".
 
+They are, here too: 44 of 54 points lie within 0.05 and 48 within 0.1. Beyond that, two effects that the formula leaves
+out. Next to ρ = 1 the queue goes over from one case to the other smoothly (0.15 at M = 3.20). And with short
+tails at ρ = 2.5 (0.19 at M = 1.42) generation times vary by far less than a period, so the "smooth-arrival
+approximation" does not hold, as the paper says it would not.
+
     python bench/figures/staleness.py
 """
 
