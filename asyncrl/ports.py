@@ -27,6 +27,10 @@ class TrainerError(Exception):
     """The trainer died or refused a step. One line with the remedy."""
 
 
+class CheckpointFailed(TrainerError):
+    """A checkpoint was not written; training can go on. One line that names the folder."""
+
+
 class TooManyStuck(Exception):
     """User code hung in more workers than may be written off: the run ends."""
 
@@ -134,8 +138,13 @@ class Trainer(Protocol):
     async def train_step(self, batch: Batch, advantages: Sequence[Advantage]) -> StepResult:
         """Train on ``batch`` (one advantage a trajectory, in ``batch.trajectories``' order): version step → step+1."""
 
-    async def save(self, path: str) -> None:
-        """Write a Hugging Face folder with the current weights, atomically."""
+    async def save(self, folder: str) -> int:
+        """Begin the checkpoint ``folder/version-N`` of the current weights, N: a Hugging Face folder with the trainer's
+        state in it. Returns N when training may go on, which first waits for the checkpoint before. Raises
+        ``CheckpointFailed`` if it cannot be begun."""
+
+    async def saved(self) -> None:
+        """Wait until the checkpoint that was begun last is complete. Raises ``CheckpointFailed``."""
 
     async def close(self) -> None:
         """End the job and wait until its processes are gone (bounded)."""

@@ -210,7 +210,7 @@ class TrainReq(msgspec.Struct, kw_only=True, frozen=True):
 
 class TrainReply(msgspec.Struct, kw_only=True, frozen=True):
     """Metrics of one step (``loss``, ``grad_norm``, ``lr``, ``tokens``, ``ratio_mean`` …), and the version reached.
-    Also the answer to /publish, /join_group, /save and /shutdown. With ``error`` set, nothing has changed."""
+    Also the answer to /publish, /join_group, /save, /saved and /shutdown. With ``error`` set, nothing has changed."""
 
     version: int
     metrics: dict[str, float]
@@ -238,9 +238,11 @@ class JoinGroupReq(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class SaveReq(msgspec.Struct, kw_only=True, frozen=True):
-    """POST /save: write a Hugging Face folder that ``from_pretrained`` loads (weights, config, tokenizer)."""
+    """POST /save: begin a checkpoint ``folder/version-N`` of the current weights, version N: a Hugging Face folder that
+    ``from_pretrained`` loads, with the trainer's state in it. Answered when training may go on. POST /saved, without a
+    body, is answered when it is on the disk, or has failed."""
 
-    path: str
+    folder: str
 
 
 class TrainerInfo(msgspec.Struct, kw_only=True, frozen=True):

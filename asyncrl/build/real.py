@@ -72,7 +72,8 @@ async def train(recipe: Recipe, run_dir: Path, *, command: Sequence[str], starte
     transport = _transport(recipe, trainer, run_dir)
 
     async def checkpoint(version: int) -> None:
-        await trainer.save(str(run_dir / "checkpoints" / f"version-{version}"))
+        await trainer.save(str(run_dir / "checkpoints"))
+        await trainer.saved()
 
     async def flush() -> None:
         while True:

@@ -66,9 +66,13 @@ class SimTrainer:
         self.version += 1
         return StepResult(version=self.version, metrics={"tokens": float(tokens)})
 
-    async def save(self, path: str) -> None:
+    async def save(self, folder: str) -> int:
         self.check_alive()
         await asyncio.sleep(0)
+        return self.version
+
+    async def saved(self) -> None:
+        self.check_alive()
 
     async def close(self) -> None:
         await asyncio.sleep(0)

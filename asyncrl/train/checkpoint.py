@@ -1,106 +1,226 @@
-"""A Hugging Face folder with given weights: what ``from_pretrained`` and the inference servers load.
+"""One rank's part in checkpoints: its state is copied at once, and written by a thread while training goes on.
 
-Written under a temporary name beside the target and renamed, so that nobody ever sees half a folder. Everything in the
-source folder that is not weights (configuration, tokenizer, chat template, model code) goes along.
+Weights (float32), optimiser state and random states go through torch.distributed.checkpoint, every rank writing its
+shards; they are read back by any number of ranks. Owns that thread and the gloo groups that it works over, so that its
+collectives never meet those of a step. One checkpoint is written at a time.
+
+    main thread    begin()   waits for: the checkpoint before     woken by: the writing thread
+    thread         write     waits for: the other ranks' threads  woken by: gloo
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import zlib
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import msgspec
-from safetensors.torch import save_file
+import numpy as np
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
-from asyncrl.core import manifest as manifests
-from asyncrl.core.manifest import Manifest
+from asyncrl.config import Recipe
+from asyncrl.train import model
+from asyncrl.train.description import (
+    FORMAT,
+    STATE,
+    CheckpointError,
+    Description,
+    FileInfo,
+    check,
+    remedy,
+    settings,
+    write,
+)
+from asyncrl.train.export import crc32
+from asyncrl.train.step import Learner
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+
+class WriteFailed(Exception):
+    """A rank could not write its part of a checkpoint. One line."""
 
 
-class FolderWriter:
-    """Writes one folder bucket by bucket, as a context: left normally the folder appears as ``target``, replacing what
-    was there; left by an exception nothing remains of it. ``weights`` says what will come and goes along."""
+class Checkpoints:
+    """Made by every rank at the same time. ``folder`` is the model's."""
 
-    def __init__(self, target: Path, source: Path, weights: Manifest, bucket_bytes: int) -> None:
-        self._target = target
-        self._source = source
-        self._weights = weights
-        self._count = max(1, len(weights.buckets(bucket_bytes)))
-        self._folder = target.parent / f".{target.name}.{os.getpid()}.part"
-        self._files: dict[str, str] = {}
-        self._checksums: dict[str, int] = {}
+    def __init__(self, learner: Learner, recipe: Recipe, folder: Path) -> None:
+        self._learner = learner
+        self._recipe = recipe
+        self._folder = folder
+        timeout_s = recipe.trainer.step_timeout_s
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._alone = dist.new_group([0], backend="gloo")
+        """For what rank 0 reads by itself."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] = Future()
+        self._writing.set_result(None)
+        # Taken here: FSDP exchanges the modules' parameters while a step runs.
+        self._shapes = [(name, p.shape) for name, p in model.named_parameters(learner.policy)]
 
-    def __enter__(self) -> FolderWriter:
-        self._target.parent.mkdir(parents=True, exist_ok=True)
-        self._discard()
+    def begin(
+        self,
+        folder: Path,
+        finish: Callable[[], None] = lambda: None,
+        within: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        """Copy the state, and have it written into ``folder``, as all ranks do. On rank 0, ``finish`` is called on the
+        thread when all have written theirs, and everything there happens ``within`` a context."""
+        self.wait()
+        state = {name: tensor.to("cpu", copy=True) for name, tensor in _tensors(self._learner)}
+        state |= _random_states(dist.get_rank())
+        about = Description(
+            format=FORMAT,
+            version=self._learner.version,
+            ranks=dist.get_world_size(),
+            torch=str(torch.__version__),
+            settings=settings(self._recipe, self._folder),
+            files={},
+        )
+
+        def work() -> None:
+            with within or nullcontext():
+                files = self._write(state, folder)
+                if dist.get_rank() == 0:
+                    finish()
+                    write(folder, msgspec.structs.replace(about, files=files))
+
+        self._writing = self._thread.submit(work)
+
+    def wait(self) -> None:
+        """Until nothing is being written, however that ended."""
+        wait([self._writing])
+
+    def saved(self) -> None:
+        """Wait until what was begun last is written. Raises what went wrong: ``WriteFailed``, or ``finish``'s own."""
+        self._writing.result()
+
+    def _write(self, state: dict[str, Tensor], folder: Path) -> dict[str, FileInfo]:
+        """All ranks' files."""
+        rank = dist.get_rank()
+        error: str | None = None
+        files: dict[str, FileInfo] = {}
         try:
-            self._folder.mkdir()
-            _copy_companions(self._source, self._folder, self._weights.tensors[0].dtype)
-        except OSError:
-            self._discard()
-            raise
-        return self
+            save(state, storage_writer=FileSystemWriter(folder), process_group=self._group)
+            own = [*folder.glob(f"__{rank}_*"), *(folder.glob(".metadata") if rank == 0 else ())]
+            files = {path.name: FileInfo(bytes=path.stat().st_size, crc32=crc32(path)) for path in own}
+        except (CheckpointException, OSError) as failure:
+            error = _cause(failure)
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, (error, files), group=self._group)
+        for number, (error, _) in enumerate(parts):
+            if error is not None:
+                raise WriteFailed(f"rank {number}: {error}")
+        return {name: info for _, files in parts for name, info in files.items()}
 
-    def write(self, bucket: dict[str, Tensor]) -> None:
-        """One file. Raises ``OSError`` or ``SafetensorError``, on a full disk for instance."""
-        number = len(self._checksums) + 1
-        name = "model.safetensors" if self._count == 1 else f"model-{number:05}-of-{self._count:05}.safetensors"
-        save_file({key: tensor.cpu() for key, tensor in bucket.items()}, self._folder / name, metadata={"format": "pt"})
-        self._files.update(dict.fromkeys(bucket, name))
-        self._checksums[name] = _crc32(self._folder / name)
+    def read_weights(self, folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Rank 0: the whole parameters, one at a time, from a state that was just written, so that an export needs no
+        collective. Raises ``OSError``."""
+        for name, shape in self._shapes:
+            state = {f"model.{name}": torch.empty(shape)}
+            try:
+                load(state, storage_reader=FileSystemReader(folder), process_group=self._alone)
+            except CheckpointException as error:
+                raise OSError(_cause(error)) from error
+            yield name, state[f"model.{name}"].to(dtype)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def load(self, checkpoint: Path) -> None:
+        """Take on the state in folder ``checkpoint``, at its version. A collective. Raises ``CheckpointError`` on every
+        rank; the state is undefined then."""
+        description = check(checkpoint, self._recipe, self._folder)
+        folder = checkpoint / STATE
+        self._verify(checkpoint, description)
         try:
-            if error is None:
-                self._finish()
-        finally:
-            self._discard()
+            stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+            _make_room(self._learner, stored)
+            state = dict(_tensors(self._learner))
+            if missing := sorted(state.keys() - stored.keys()):
+                raise CheckpointError(f"{folder}: has no {missing[0]}; it is of another model")
+            own = f"random.{dist.get_rank()}."
+            same = description.ranks == dist.get_world_size()
+            state |= {key: _empty(info) for key, info in stored.items() if same and key.startswith(own)}
+            load(state, storage_reader=FileSystemReader(folder), process_group=self._group)
+        except (CheckpointException, OSError) as error:
+            raise CheckpointError(f"{folder}: {_cause(error)}{remedy(checkpoint)}") from error
+        _set_random_states({key.removeprefix(own): t for key, t in state.items() if key.startswith(own)})
+        self._learner.version = description.version
 
-    def _finish(self) -> None:
-        if self._count > 1:
-            index = {"metadata": {"total_size": self._weights.nbytes}, "weight_map": self._files}
-            (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
-        listed = msgspec.structs.replace(self._weights, checksums=self._checksums)
-        (self._folder / manifests.FILE_NAME).write_bytes(manifests.dumps(listed))
-        old = self._folder.with_suffix(".old")
-        if self._target.exists():
-            self._target.rename(old)
-        self._folder.rename(self._target)
-        shutil.rmtree(old, ignore_errors=True)
-
-    def _discard(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _copy_companions(source: Path, folder: Path, dtype: str) -> None:
-    for path in source.iterdir():
-        if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES) and path.name != manifests.FILE_NAME:
-            shutil.copyfile(path, folder / path.name)
-    config = json.loads((source / "config.json").read_bytes())
-    # transformers 5 says ``dtype``; servers on older versions read ``torch_dtype``.
-    config["dtype"] = config["torch_dtype"] = dtype
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-
-
-def _crc32(path: Path) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(2**20):
-            crc = zlib.crc32(block, crc)
-    return crc
+    def _verify(self, checkpoint: Path, description: Description) -> None:
+        """Each rank reads its share of the files."""
+        folder = checkpoint / STATE
+        error: str | None = None
+        for name in sorted(description.files)[dist.get_rank() :: dist.get_world_size()]:
+            try:
+                if crc32(folder / name) != description.files[name].crc32:
+                    error = f"{folder / name}: is corrupt (its checksum differs)"
+            except OSError as failure:
+                error = f"{folder / name}: cannot be read ({failure.strerror})"
+        errors: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error, group=self._group)
+        for error in errors:
+            if error is not None:
+                raise CheckpointError(f"{error}{remedy(checkpoint)}")
 
 
-def drop_other_versions(folder: Path, version: int) -> None:
-    """Remove every ``folder/v<n>`` but ``version`` and the one before, which a server may just be loading.
+def _tensors(learner: Learner) -> Iterator[tuple[str, Tensor]]:
+    """The learner's own tensors, by names that do not tell how they are sharded or wrapped."""
+    for name, parameter in model.named_parameters(learner.policy):
+        yield f"model.{name}", parameter.detach()
+        for slot, tensor in learner.optimizer.state.get(parameter, {}).items():
+            yield f"optimizer.{slot}.{name}", tensor
 
-    Also what an earlier run left there, whatever its numbers.
-    """
-    for path in folder.glob("v*"):
-        if path.name[1:].isdecimal() and int(path.name[1:]) not in (version, version - 1):
-            shutil.rmtree(path, ignore_errors=True)
+
+def _make_room(learner: Learner, stored: dict[str, Any]) -> None:
+    """Give the optimiser tensors for what is stored of its state: before its first step it has none."""
+    parameters = dict(model.named_parameters(learner.policy))
+    learner.optimizer.state.clear()
+    for key, info in stored.items():
+        kind, _, rest = key.partition(".")
+        slot, _, name = rest.partition(".")
+        if kind == "optimizer" and name in parameters:
+            weight = parameters[name].detach()
+            tensor = torch.zeros_like(weight) if info.size == weight.shape else _empty(info)
+            learner.optimizer.state[parameters[name]][slot] = tensor
+
+
+def _empty(info: TensorStorageMetadata | BytesStorageMetadata) -> Tensor:
+    assert isinstance(info, TensorStorageMetadata), "everything stored is a tensor"
+    return torch.empty(info.size, dtype=info.properties.dtype)
+
+
+def _random_states(rank: int) -> dict[str, Tensor]:
+    others = pickle.dumps((random.getstate(), np.random.get_state()))
+    states = {"torch": torch.get_rng_state(), "python": torch.frombuffer(bytearray(others), dtype=torch.uint8)}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {f"random.{rank}.{name}": state for name, state in states.items()}
+
+
+def _set_random_states(states: dict[str, Tensor]) -> None:
+    for name, state in states.items():
+        match name:
+            case "torch":
+                torch.set_rng_state(state)
+            case "cuda" if torch.cuda.is_available():
+                torch.cuda.set_rng_state(state)
+            case "python":
+                python, numpy = pickle.loads(state.numpy().tobytes())
+                random.setstate(python)
+                np.random.set_state(numpy)
+
+
+def _cause(error: BaseException) -> str:
+    """One line; of a failure on several ranks, the first."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return " ".join(str(error).split()) or type(error).__name__

@@ -20,7 +20,7 @@ import msgspec
 from asyncrl.config import Recipe
 from asyncrl.core.advantage import Advantage
 from asyncrl.core.types import Batch
-from asyncrl.ports import StepResult, TrainerError
+from asyncrl.ports import CheckpointFailed, StepResult, TrainerError
 from asyncrl.processes import free_port
 from asyncrl.train.job import TorchrunJob
 from asyncrl.wire import JoinGroupReq, PublishReq, SaveReq, TrainerInfo, TrainReply, TrainReq, TrainSequence
@@ -40,14 +40,25 @@ EXIT_GRACE_S = 10.0
 class HttpTrainer:
     """``ports.Trainer`` over a torchrun job on this machine, or over the one at ``url``, which is never stopped.
 
-    ``run_dir`` receives the recipe as the ranks read it, ``log`` everything that they print.
+    ``run_dir`` receives the recipe as the ranks read it, ``log`` everything that they print. The job starts from the
+    checkpoint ``resume``; one at ``url`` must have been started from it.
     """
 
-    def __init__(self, recipe: Recipe, model: str, *, run_dir: Path, log: Path, url: str = "") -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: str,
+        *,
+        run_dir: Path,
+        log: Path,
+        url: str = "",
+        resume: Path | None = None,
+    ) -> None:
         self._recipe = recipe
         self._model = model
         self._run_dir = run_dir
         self._log = log
+        self._resume = resume
         self._given_url = url.rstrip("/")
         self._url = self._given_url
         self._job: TorchrunJob | None = None
@@ -76,7 +87,7 @@ class HttpTrainer:
         if not self._given_url and (self._job is None or not self._job.running):
             port = free_port()
             self._url = f"http://127.0.0.1:{port}"
-            self._job = await TorchrunJob.start(self._recipe, self._model, port, self._run_dir, self._log)
+            self._job = await TorchrunJob.start(self._recipe, self._model, port, self._run_dir, self._log, self._resume)
         timeout_s = self._recipe.trainer.connect_timeout_s
         self._info = await self._bounded(self._first_answer(), timeout_s, "not ready", "trainer.connect_timeout_s")
         return self._info.version
@@ -96,8 +107,11 @@ class HttpTrainer:
         )
         await self._command("join_group", request)
 
-    async def save(self, path: str) -> None:
-        await self._command("save", SaveReq(path=os.path.abspath(path)))
+    async def save(self, folder: str) -> int:
+        return (await self._command("save", SaveReq(folder=os.path.abspath(folder)), CheckpointFailed)).version
+
+    async def saved(self) -> None:
+        await self._command("saved", None, CheckpointFailed)
 
     async def close(self) -> None:
         try:
@@ -114,12 +128,14 @@ class HttpTrainer:
 
     # --- requests
 
-    async def _command(self, path: str, request: msgspec.Struct) -> TrainReply:
+    async def _command(
+        self, path: str, request: msgspec.Struct | None, refusal: type[TrainerError] = TrainerError
+    ) -> TrainReply:
         timeout_s = self._recipe.trainer.step_timeout_s
         answer = self._ask(path, msgspec.msgpack.encode(request))
         reply = await self._bounded(answer, timeout_s, f"no answer to /{path}", "trainer.step_timeout_s")
         if reply.error is not None:
-            raise TrainerError(f"trainer: {reply.error}")
+            raise refusal(f"trainer: {reply.error}")
         return reply
 
     async def _bounded(self, work: Coroutine[None, None, T], timeout_s: float, what: str, key: str) -> T:

@@ -34,12 +34,15 @@ class TorchrunJob:
         self._log_start = log_start
 
     @classmethod
-    async def start(cls, recipe: config.Recipe, model: str, port: int, run_dir: Path, log: Path) -> TorchrunJob:
+    async def start(
+        cls, recipe: config.Recipe, model: str, port: int, run_dir: Path, log: Path, resume: Path | None = None
+    ) -> TorchrunJob:
         """Returns as soon as torchrun runs. Raises ``OSError`` or ``ChildError``."""
         path = _write_recipe(recipe, run_dir)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(recipe.trainer.ranks), "-m", "asyncrl.train.worker"]
         command += ["--recipe", str(path), "--model", model, "--port", str(port)]
+        command += ["--resume", str(resume)] if resume else []
         environment = {
             PARENT_VARIABLE: str(os.getpid()),
             "OMP_NUM_THREADS": str(recipe.trainer.threads),

@@ -1,13 +1,14 @@
 """Rank 0: carries the controller's commands out, with the other ranks where the model is needed.
 
-main thread ── channel ──▶ ranks 1…           train_step, publish (disk, stage), save
+main thread ── channel ──▶ ranks 1…           train_step, publish (disk, stage), save (copies, then begins to write)
 sender thread ── update group ──▶ servers     join_group, publish (collective): may run beside a train step
+checkpoint thread ── gloo ──▶ ranks 1…        what save began: may run beside both
 """
 
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -16,9 +17,12 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from asyncrl.train.checkpoint import FolderWriter, drop_other_versions
+from asyncrl.train import model
+from asyncrl.train.checkpoint import WriteFailed
+from asyncrl.train.description import PREFIX, STATE
 from asyncrl.train.dump import save_batch
-from asyncrl.train.rank import Gather, Rank, Stop, Train
+from asyncrl.train.export import FolderWriter, drop_other_versions
+from asyncrl.train.rank import Gather, Rank, Save, Stop, Train
 from asyncrl.train.server import Refused
 from asyncrl.train.statistics import advantage_moments
 from asyncrl.train.step import NotFinite, StepBroken
@@ -36,6 +40,8 @@ class Leader:
         self._run_dir = run_dir
         self._staged: tuple[int, dict[str, Tensor]] = (-1, {})
         self._group: UpdateGroup | None = None
+        self._checkpoint = Path()
+        """The one that was begun last."""
 
     def info(self) -> TrainerInfo:
         tensors = self._rank.weights.tensors
@@ -105,15 +111,46 @@ class Leader:
         return {"seconds": time.perf_counter() - started, "bytes": float(self._rank.weights.nbytes)}
 
     def save(self, request: SaveReq) -> dict[str, float]:
+        """Copy the state and have it written; the seconds are those that training stood still."""
         started = time.perf_counter()
-        self._write(Path(request.path))
-        return {"seconds": time.perf_counter() - started, "bytes": float(self._rank.weights.nbytes)}
+        rank, version = self._rank, self._rank.learner.version
+        rank.checkpoints.wait()
+        self._checkpoint = target = Path(request.folder) / f"{PREFIX}{version}"
+        weights = msgspec.structs.replace(rank.weights, version=version)
+        limit = rank.recipe.weights.bucket_mb * 2**20
+        with ExitStack() as stack:
+            try:
+                writer = stack.enter_context(FolderWriter(target, Path(rank.folder), weights, limit, durable=True))
+            except OSError as error:
+                raise Refused(self._unwritten(error)) from error
+            state = writer.folder / STATE
+            written = stack.pop_all()
+
+        def export() -> None:
+            parameters = rank.checkpoints.read_weights(state, rank.dtype)
+            for bucket in model.in_buckets(rank.learner.policy, weights, limit, True, parameters):
+                writer.write(bucket)
+
+        self._tell(Save(folder=str(state)))
+        rank.checkpoints.begin(state, export, written)
+        return {"seconds": time.perf_counter() - started}
+
+    def saved(self) -> None:
+        """Any thread. Returns when what ``save`` began is on the disk."""
+        try:
+            self._rank.checkpoints.saved()
+        except (OSError, SafetensorError, WriteFailed) as error:
+            raise Refused(self._unwritten(error)) from error
+
+    def _unwritten(self, error: Exception) -> str:
+        return f"checkpoint {self._checkpoint} was not written: {error}; make room or choose another folder"
 
     def shutdown(self) -> None:
-        """Release the other ranks."""
+        """Finish what is being written, and release the other ranks."""
+        self._rank.checkpoints.wait()
         self._tell(Stop())
 
-    def _tell(self, command: Gather | Stop) -> None:
+    def _tell(self, command: Gather | Save | Stop) -> None:
         self._rank.channel.send([msgspec.msgpack.encode(command)] * dist.get_world_size())
 
     def _write(self, path: Path) -> None:

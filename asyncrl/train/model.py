@@ -7,7 +7,7 @@ weights under the names that ``save_pretrained`` writes, gathered bucket by buck
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -165,7 +165,6 @@ def manifest(policy: Policy, version: int, dtype: torch.dtype) -> Manifest:
     return Manifest(version=version, tensors=tuple(tensors))
 
 
-@torch.no_grad()
 def gather(
     policy: Policy, weights: Manifest, dtype: torch.dtype, limit: int, keep: bool
 ) -> Iterator[dict[str, Tensor]]:
@@ -174,13 +173,24 @@ def gather(
     A collective: every rank must run it to the end. Ranks that do not ``keep`` yield empty buckets and hold one tensor
     at a time. Tensors may share memory with the parameters: use them before the next step.
     """
+
+    def whole() -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in named_parameters(policy):
+            part = parameter.detach().to(dtype)
+            yield name, part.full_tensor() if isinstance(part, DTensor) else part
+
+    return in_buckets(policy, weights, limit, keep, whole())
+
+
+def in_buckets(
+    policy: Policy, weights: Manifest, limit: int, keep: bool, parameters: Iterable[tuple[str, Tensor]]
+) -> Iterator[dict[str, Tensor]]:
+    """Whole ``parameters`` in the policy's order, as the buckets of ``gather``. Does not look at the policy's own."""
     buckets = iter(weights.buckets(limit))
     wanted: set[str] = set()
     bucket: dict[str, Tensor] = {}
-    for name, parameter in named_parameters(policy):
-        part = parameter.detach().to(dtype)
-        whole = part.full_tensor() if isinstance(part, DTensor) else part
-        for saved, tensor in revert_weight_conversion(policy.lm, {name: whole}).items():
+    for name, parameter in parameters:
+        for saved, tensor in revert_weight_conversion(policy.lm, {name: parameter}).items():
             if not wanted:
                 wanted = {t.name for t in next(buckets)}
             wanted.remove(saved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 import torch
@@ -16,6 +17,7 @@ from asyncrl.core.types import Record
 from asyncrl.loading import load_own
 from asyncrl.train import model
 from asyncrl.train.channel import Channel
+from asyncrl.train.checkpoint import Checkpoints
 from asyncrl.train.loss import LOSSES, check_loss
 from asyncrl.train.model import ModelError, Policy
 from asyncrl.train.step import Learner
@@ -30,6 +32,12 @@ class Train(Record, frozen=True, kw_only=True, tag=True):
 
 class Gather(Record, frozen=True, kw_only=True, tag=True):
     """To a rank: take part in gathering the weights."""
+
+
+class Save(Record, frozen=True, kw_only=True, tag=True):
+    """To a rank: begin to write its part of a checkpoint into ``folder``."""
+
+    folder: str
 
 
 class Stop(Record, frozen=True, kw_only=True, tag=True):
@@ -63,6 +71,7 @@ class Rank:
         self.learner = Learner(
             policy, recipe.trainer, algorithm, device, self.channel.group, loss=loss, reference=reference
         )
+        self.checkpoints = Checkpoints(self.learner, recipe, Path(folder))
 
     def _reference(self, folder: str) -> Policy:
         """The frozen model of the KL term: no gradients, and no master weights of a higher precision."""
@@ -85,12 +94,14 @@ class Rank:
     def follow(self) -> None:
         """Ranks other than 0: do what rank 0 says, until it says stop."""
         while True:
-            match msgspec.msgpack.decode(self.channel.receive(), type=Train | Gather | Stop):
+            match msgspec.msgpack.decode(self.channel.receive(), type=Train | Gather | Save | Stop):
                 case Train(work=work):
                     with suppress(StepRefused):  # rank 0 reports it
                         self.learner.step(work)
                 case Gather():
                     for _ in self.gather(keep=False):
                         pass
+                case Save(folder=folder):
+                    self.checkpoints.begin(Path(folder))
                 case Stop():
                     return

@@ -1,8 +1,8 @@
 """Rank 0's HTTP server, on a thread of its own, so that /health answers while a step runs.
 
 Owns the listening socket and that thread. Requests that need the model become ``jobs`` for the main thread; those that
-only move what is staged run on a second thread. Either kind is done one at a time, in order of arrival. A handler waits
-for its answer, which the working thread hands to the loop.
+only move what is staged run on a second thread, and those that wait for a checkpoint on a third. Each kind is done one
+at a time, in order of arrival. A handler waits for its answer, which the working thread hands to the loop.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Commands(Protocol):
     def broadcast(self, request: PublishReq) -> dict[str, float]: ...
     def join_group(self, request: JoinGroupReq) -> dict[str, float]: ...
     def save(self, request: SaveReq) -> dict[str, float]: ...
+    def saved(self) -> None: ...
 
 
 Job = Callable[[], None]
@@ -52,6 +53,7 @@ class Server:
         self._commands = commands
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="sender")
+        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="waiter")
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._thread = threading.Thread(target=self._run, args=(listener,), name="http", daemon=True)
@@ -79,6 +81,7 @@ class Server:
         app.router.add_post("/publish", self._publish)
         app.router.add_post("/join_group", self._join_group)
         app.router.add_post("/save", self._save)
+        app.router.add_post("/saved", self._saved)
         app.router.add_post("/shutdown", self._shutdown)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
         await runner.setup()
@@ -104,6 +107,13 @@ class Server:
     async def _save(self, request: web.Request) -> web.Response:
         return await self._on_main(self._commands.save, await _body(request, SaveReq))
 
+    async def _saved(self, _: web.Request) -> web.Response:
+        def wait(_: None) -> dict[str, float]:
+            self._commands.saved()
+            return {}
+
+        return _response(await self._loop.run_in_executor(self._waiter, self._answer, wait, None))
+
     async def _shutdown(self, _: web.Request) -> web.Response:
         self._jobs.put(None)
         return _response(TrainReply(version=self._commands.info().version, metrics={}))
@@ -124,7 +134,7 @@ class Server:
     async def _on_sender(self, command: Callable[[Any], dict[str, float]], body: msgspec.Struct) -> web.Response:
         return _response(await self._loop.run_in_executor(self._sender, self._answer, command, body))
 
-    def _answer(self, command: Callable[[Any], dict[str, float]], body: msgspec.Struct) -> TrainReply:
+    def _answer(self, command: Callable[[Any], dict[str, float]], body: msgspec.Struct | None) -> TrainReply:
         metrics: dict[str, float] = {}
         error: str | None = None
         try:

@@ -76,7 +76,7 @@ class Learner:
         policy.entropy_gradient = algorithm.entropy_coef > 0
         parameters = [p for p in policy.parameters() if p.requires_grad]
         # Norms and biases are not decayed: pulling a scale to zero is no regularisation.
-        self._optimizer = torch.optim.AdamW(
+        self.optimizer = torch.optim.AdamW(
             [
                 {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": trainer.weight_decay},
                 {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -103,7 +103,7 @@ class Learner:
         updates = self._prepare(work, several=count > 1)
         seconds.prepare = time.perf_counter() - started
         rate = self.learning_rate
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = rate
         sums, maxima = statistics.empty()
         losses: list[float] = []
@@ -114,8 +114,8 @@ class Learner:
                 self._demand_finite(loss, norm, len(losses), count)
                 began = time.perf_counter()
                 clip_grads_with_norm_(list(self.policy.parameters()), self._trainer.grad_clip, norm)
-                self._optimizer.step()
-                self._optimizer.zero_grad()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
                 seconds.optimizer += time.perf_counter() - began
                 sums, maxima = sums + part, torch.maximum(maxima, largest)
                 losses.append(loss)
@@ -204,7 +204,7 @@ class Learner:
     def _demand_finite(self, loss: float, norm: Tensor, done: int, count: int) -> None:
         if math.isfinite(loss) and math.isfinite(float(norm)):
             return
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         name = "gradient" if math.isfinite(loss) else "loss"
         where = f"step {self.version}" + (f", update {done + 1} of {count}" if count > 1 else "")
         what = f"{where}: the {name} is not finite (loss {loss:.6g}, gradient norm {float(norm):.6g})"

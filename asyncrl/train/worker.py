@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.config import Recipe, RecipeError, loads_json
+from asyncrl.train.description import CheckpointError, check
 from asyncrl.train.lifetime import die_with_parent
 
 
@@ -34,10 +35,11 @@ def main() -> None:
     parser.add_argument("--recipe", type=Path, required=True, help="resolved recipe, JSON (config.dumps)")
     parser.add_argument("--model", required=True, help="model folder")
     parser.add_argument("--port", type=int, required=True, help="port of rank 0's HTTP server on loopback")
+    parser.add_argument("--resume", type=Path, help="checkpoint (RUN/checkpoints/version-N) to go on from")
     args = parser.parse_args()
     die_with_parent()
     try:
-        run(loads_json(args.recipe.read_bytes()), args.model, args.port, args.recipe.parent)
+        run(loads_json(args.recipe.read_bytes()), args.model, args.port, args.recipe.parent, args.resume)
     except BaseException as error:
         # The controller shows the last such line of the log, so it is written in any case.
         print(f"trainer rank {os.environ.get('RANK', '?')}: {_explain(error)}", file=sys.stderr, flush=True)
@@ -47,9 +49,11 @@ def main() -> None:
     os._exit(0)
 
 
-def run(recipe: Recipe, folder: str, port: int, run_dir: Path) -> None:
+def run(recipe: Recipe, folder: str, port: int, run_dir: Path, resume: Path | None) -> None:
     """One rank's life, from start to /shutdown. What went wrong in a step is kept in ``run_dir``."""
     listener = _listen(port) if os.environ["RANK"] == "0" else None
+    if resume is not None:
+        check(resume, recipe, Path(folder))
 
     import torch
     import torch.distributed as dist
@@ -72,6 +76,8 @@ def run(recipe: Recipe, folder: str, port: int, run_dir: Path) -> None:
     dist.init_process_group(backend, timeout=timedelta(seconds=recipe.trainer.step_timeout_s))
     try:
         rank = Rank(recipe, folder, device)
+        if resume is not None:
+            rank.checkpoints.load(resume)
     except (ModelError, RecipeError) as error:
         raise StartError(str(error)) from error
     if listener is None:
@@ -101,7 +107,7 @@ def _listen(port: int) -> socket.socket:
 def _explain(error: BaseException) -> str:
     text = str(error).strip()
     line = text.splitlines()[0] if text else type(error).__name__
-    if isinstance(error, StartError | OSError | msgspec.MsgspecError):
+    if isinstance(error, StartError | CheckpointError | OSError | msgspec.MsgspecError):
         return f"error: {line}"
     if "gloo/transport" in text or "NCCL" in text:
         return "lost contact with another rank"

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from asyncrl.config import Recipe
 from asyncrl.core.manifest import Manifest, TensorInfo
-from asyncrl.train import checkpoint, dump
+from asyncrl.train import dump, export
 from asyncrl.train.client import train_request
 from asyncrl.train.leader import Leader
 from asyncrl.train.server import Refused
 from asyncrl.train.step import NotFinite, StepBroken
 from asyncrl.train.work import StepRefused
-from asyncrl.wire import PublishReq, SaveReq
+from asyncrl.wire import PublishReq
 
 from .batches import make_batch
 
@@ -65,9 +65,9 @@ def test_a_full_disk_is_refused_only_after_the_gathering_has_run_to_its_end(
     def full(*_: Any, **__: Any) -> None:
         raise SafetensorError("No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(export, "save_file", full)
     with pytest.raises(Refused, match=r"cannot write weights to .*out: .*No space left on device; make room"):
-        leader.save(SaveReq(path=str(tmp_path / "out")))
+        leader.publish(PublishReq(version=4, transport="disk", path=str(tmp_path / "out")))
     assert rank.gathered == 3
     assert not (tmp_path / "out").exists()
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config import AlgorithmConfig, Recipe, TrainerConfig, WeightsConfig
 from asyncrl.core import manifest as manifests
-from asyncrl.ports import TrainerError
+from asyncrl.ports import CheckpointFailed, TrainerError
 from asyncrl.processes import free_port
 from asyncrl.train import model
 from asyncrl.train.client import HttpTrainer, train_request
@@ -53,6 +53,13 @@ async def trainer(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
         yield trainer
     finally:
         await trainer.close()
+
+
+async def saved(trainer: HttpTrainer, folder: Path) -> Path:
+    """A complete checkpoint of the trainer in ``folder``."""
+    version = await trainer.save(str(folder))
+    await trainer.saved()
+    return folder / f"version-{version}"
 
 
 def alone(folder: Path, steps: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
@@ -98,7 +105,7 @@ async def test_two_ranks_and_one_rank_arrive_at_the_same_weights(
         batch = make_batch(step, seed=step)
         result = await trainer.train_step(batch, make_advantages(batch, step))
         assert result.version == step + 1
-    await trainer.save(str(tmp_path / "out"))
+    out = await saved(trainer, tmp_path)
     weights, metrics = alone(model_folder, STEPS)
     for name in (
         "loss",
@@ -114,7 +121,7 @@ async def test_two_ranks_and_one_rank_arrive_at_the_same_weights(
         assert result.metrics[name] == pytest.approx(metrics[name], rel=1e-4), name
     assert result.metrics["tokens"] == sum(len(t.tokens) for t in batch.trajectories)
     assert result.metrics["sequences"] == 16
-    for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
+    for name, tensor in load_file(out / "model.safetensors").items():
         torch.testing.assert_close(tensor, weights[name], rtol=0, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
@@ -128,7 +135,7 @@ async def test_a_wrong_step_is_refused_and_changes_nothing(trainer: HttpTrainer)
 async def test_a_step_that_is_not_finite_is_refused_on_both_ranks_and_changes_nothing_and_its_batch_is_kept(
     trainer: HttpTrainer, tmp_path: Path
 ) -> None:
-    await trainer.save(str(tmp_path / "before"))
+    before = load_file(await saved(trainer, tmp_path / "before") / "model.safetensors")
     batch = make_batch(STEPS, seed=0)
     with pytest.raises(
         TrainerError, match=rf"step {STEPS}, update 1 of 2: the (loss|gradient) is not finite"
@@ -137,19 +144,19 @@ async def test_a_step_that_is_not_finite_is_refused_on_both_ranks_and_changes_no
     kept = trainer._run_dir / f"bad-batch-{STEPS}.safetensors"
     assert str(caught.value).endswith(f"; the batch is kept in {kept}")
     assert load_file(kept)["tokens"].tolist() == [token for t in batch.trajectories for token in t.tokens]
-    await trainer.save(str(tmp_path / "after"))
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("before", "after"))
+    after = load_file(await saved(trainer, tmp_path / "after") / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 async def test_a_saved_folder_loads_with_from_pretrained_and_has_the_tokenizer(
     trainer: HttpTrainer, model_folder: Path, tmp_path: Path
 ) -> None:
-    target = tmp_path / "there already"
+    target = tmp_path / f"version-{STEPS}"
     target.mkdir()
-    (target / "old").touch()
-    await trainer.save(str(target))
-    assert {p.name for p in target.iterdir()} == {p.name for p in model_folder.iterdir()} | {manifests.FILE_NAME}
+    (target / "there already").touch()
+    assert await saved(trainer, tmp_path) == target
+    expected = {p.name for p in model_folder.iterdir()} | {manifests.FILE_NAME, "trainer"}
+    assert {p.name for p in target.iterdir()} == expected
     assert [p.name for p in tmp_path.iterdir()] == [target.name]  # nothing half-written beside it
     assert (target / "tokenizer.json").read_bytes() == (model_folder / "tokenizer.json").read_bytes()
     lm = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
@@ -163,7 +170,7 @@ async def test_a_folder_that_cannot_be_written_is_one_line_and_the_job_goes_on(
     trainer: HttpTrainer, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(TrainerError, match=r"cannot write weights to .*file/out") as caught:
+    with pytest.raises(CheckpointFailed, match=rf"checkpoint .*file/out/version-{STEPS} was not written: .*") as caught:
         await trainer.save(str(tmp_path / "file" / "out"))
     assert "\n" not in str(caught.value)
     assert await trainer.connect() == STEPS
@@ -189,7 +196,7 @@ async def test_disk_publishes_what_servers_load_and_keeps_two_versions(trainer: 
 async def test_collective_brings_the_staged_version_even_after_another_step(
     trainer: HttpTrainer, tmp_path: Path
 ) -> None:
-    await trainer.save(str(tmp_path / "staged"))
+    expected = load_file(await saved(trainer, tmp_path) / "model.safetensors")
     await trainer.publish(STEPS, "stage")
     batch = make_batch(STEPS, seed=STEPS)
     await trainer.train_step(batch, make_advantages(batch, STEPS))
@@ -214,7 +221,7 @@ async def test_collective_brings_the_staged_version_even_after_another_step(
         received = members.create_task(asyncio.to_thread(receive))
         await trainer.join_group("127.0.0.1", port, 2, "update", "gloo")
         await trainer.publish(STEPS, "collective")
-    weights, expected = received.result(), load_file(tmp_path / "staged" / "model.safetensors")
+    weights = received.result()
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     with pytest.raises(TrainerError, match=f"version {STEPS + 1} cannot be broadcast: version {STEPS} is staged"):
