@@ -11,8 +11,8 @@ point also tells the largest staleness seen, the share of finished or aborted tr
 much shorter trained responses are than sampled ones.
 
 What it shows. With short tails (M_tail = 1.42) the cap lies below queue-drop: a mean staleness of 1 costs 42 s a step
-against 58 s, 1.5 costs 34 s against 41 s, 2 costs 31 s against 32 s; and nothing is dropped, where queue-drop loses 7 to
-54 % as soon as it is train-bound. With long tails (2.21) α from 2 to 4 lies above queue-drop, for every step waits for
+against 58 s, 1.5 costs 34 s against 41 s, 2 costs 31 s against 32 s; and nothing is dropped, where queue-drop loses 7
+to 54 % once it is train-bound. With long tails (2.21) α from 2 to 4 lies above queue-drop, for every step waits for
 stragglers: 53 s against 42 s at staleness 2. There α is better either 1, where the two meet, or so large that nothing
 waits (6, for ρ < 0.8), or redundant groups take the stragglers' place: they bring the cap onto queue-drop's curve and
 below, at the price of 8 to 11 % lost and of responses 4 % shorter, the bias of queue-max.
