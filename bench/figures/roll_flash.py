@@ -5,14 +5,15 @@ response 30,720 tokens), α and the split of GPUs. It names no GPU, no speed of 
 lengths. Those are chosen once, here, for all its figures; a script that departs from them says so in its points'
 ``assumption``.
 
-* **GPU: H20**, by core/hardware.py. The paper's best split is 24 GPUs for training and 16 for inference, so the trainer
-  has about 1 to 1.5 times the servers' work. By the data sheets that is an H20 (148 Tflop/s beside 4 TB/s); on an H800,
-  which computes seven times as fast, training would be a fifth of the work and the best split 8 : 32 (fig3.py shows
-  both).
+* **GPU: H20**, by core/hardware.py. With 8Train32Infer the paper's trainer never waits and the servers are "excessively
+  underutilized"; 24Train16Infer is best (fig. 3a). So training is at least as much work as inference. By the data
+  sheets that is an H20 (148 Tflop/s beside 4 TB/s). An H800 computes seven times as fast with less bandwidth: training
+  would be a fifth of the work and 8Train32Infer best (fig3.py shows both).
 * **Batch: 256 responses**, 16 prompts of 16 (``ROLLOUTS``). §3.2 says "256 rollouts, and a group size of 32 prompts per
-  minibatch", appendix A 256 prompts of 16 responses, which is 16 times as much. With the latter, proposition 2 bounds
-  what asynchrony can bring on fig. 3a's 40 GPUs to 1.2, where the paper measures 1.64: its longest response is too
-  short beside the work. So 256 is read as responses. fig1b.py shows both.
+  minibatch", appendix A 256 prompts of 16 responses, 16 times as much. No one batch explains all its numbers. On fig.
+  3a's 40 GPUs, 4,096 responses are so much work that the longest is little beside it: the most that asynchrony can
+  bring is 1.2 (end of proposition 2), where the paper measures 1.64. On fig. 1b's 128 GPUs, 256 responses are too
+  little work to scale. So 256 is read as responses, and fig1b.py shows both readings.
 """
 
 from __future__ import annotations
