@@ -50,7 +50,11 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", help="run a recipe")
     _add_recipe(train)
-    train.add_argument("--run-dir", type=Path, help="where the run is written (default: runs/RECIPE-TIME)")
+    where = train.add_mutually_exclusive_group()
+    where.add_argument("--run-dir", type=Path, help="where the run is written (default: runs/RECIPE-TIME)")
+    where.add_argument(
+        "--resume", type=Path, metavar="RUN", help="go on in this run directory, from its newest or a named checkpoint"
+    )
     train.set_defaults(run=_train)
 
     sim = commands.add_parser("sim", help="run recipes on virtual time, against simulated servers and trainer")
@@ -250,10 +254,13 @@ def _train(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     recipe = _load(args)
     now = datetime.now().astimezone()
     run_dir = args.run_dir or Path("runs") / f"{recipe.name}-{now:%Y%m%d-%H%M%S}"
-    return uvloop.run(_train_until_signal(recipe, run_dir, ["asyncrl", *arguments], now.isoformat(timespec="seconds")))
+    started = now.isoformat(timespec="seconds")
+    return uvloop.run(_train_until_signal(recipe, run_dir, ["asyncrl", *arguments], started, args.resume))
 
 
-async def _train_until_signal(recipe: Recipe, run_dir: Path, command: list[str], started: str) -> int:
+async def _train_until_signal(
+    recipe: Recipe, run_dir: Path, command: list[str], started: str, resume: Path | None
+) -> int:
     """The run, cancelled by the first SIGINT or SIGTERM; a second one cuts the clean-up short."""
     import asyncio
     import signal
@@ -282,7 +289,7 @@ async def _train_until_signal(recipe: Recipe, run_dir: Path, command: list[str],
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
     try:
-        await train(recipe, run_dir, command=command, started=started, out=sys.stdout)
+        await train(recipe, run_dir, command=command, started=started, out=sys.stdout, resume=resume)
     except asyncio.CancelledError:
         if not signals:
             raise

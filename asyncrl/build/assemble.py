@@ -24,7 +24,7 @@ from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.parameter_server import ParameterServer
 from asyncrl.runtime.reward import RewardFunction, Scorer
 from asyncrl.runtime.sample_buffer import SampleBuffer
-from asyncrl.runtime.task_source import TaskSource
+from asyncrl.runtime.task_source import Cursor, TaskSource
 from asyncrl.runtime.user_code import FailureWindow
 
 
@@ -42,6 +42,8 @@ class World(msgspec.Struct, kw_only=True):
     make_env: Callable[[], Env]
     reward: RewardFunction | None
     checkpoint: Callable[[int], Awaitable[None]]
+    tasks_done: int = 0
+    """Where in the order of training tasks a resumed run begins."""
     own_advantage: Callable[[Batch], Any] | None = None
     services: Sequence[Service] = ()
 
@@ -66,6 +68,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
             f"rollout.max_tokens = {recipe.rollout.max_tokens}: the servers take at most {context_length}; lower it"
         )
     rng = random.Random(f"{recipe.seed}/proxy")
+    epoch, index = divmod(world.tasks_done, len(world.train_tasks))
     proxy = LLMProxy(
         route=ROUTING[recipe.engine.routing],
         observer=world.observer,
@@ -87,7 +90,12 @@ async def assemble(recipe: Recipe, world: World) -> Run:
             redundant=rollout.max_additional_running_prompts,
             step=version,
         ),
-        tasks=TaskSource(world.train_tasks, seed=recipe.seed, shuffle=recipe.task.shuffle),
+        tasks=TaskSource(
+            world.train_tasks,
+            seed=recipe.seed,
+            shuffle=recipe.task.shuffle,
+            cursor=Cursor(epoch=epoch, index=index),
+        ),
         group_size=rollout.group_size,
         group_size_redundancy=rollout.group_size_redundancy,
         redundant_groups=rollout.max_additional_running_prompts,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from asyncrl.build import checkpoints
 from asyncrl.build.assemble import Run, World, assemble
 from asyncrl.build.errors import one_line
 from asyncrl.build.setup import set_up
@@ -19,9 +20,9 @@ from asyncrl.loading import check_model, load_environment, load_own, load_tasks
 from asyncrl.observe.progress import Progress
 from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.report import write_report
-from asyncrl.observe.run_dir import RECIPE, write_atomic
+from asyncrl.observe.run_dir import RECIPE, RunDirError, write_atomic
 from asyncrl.observe.summary import Summary, write_summary
-from asyncrl.ports import Engine, EngineError, WeightTransport
+from asyncrl.ports import Engine, EngineError, TrainerError, WeightTransport
 from asyncrl.processes import free_port
 from asyncrl.runtime.env_manager import EpisodePlayer
 from asyncrl.runtime.llm_proxy import LLMProxy
@@ -42,8 +43,11 @@ USER_CODE = frozenset({EpisodePlayer._begin.__code__, EpisodePlayer._step.__code
 """Where user code is entered: what may be interrupted when it blocks the loop."""
 
 
-async def train(recipe: Recipe, run_dir: Path, *, command: Sequence[str], started: str, out: TextIO) -> Summary:
-    """One run into ``run_dir``, which must not hold one yet. ``started`` is the time of day, for the summary.
+async def train(
+    recipe: Recipe, run_dir: Path, *, command: Sequence[str], started: str, out: TextIO, resume: Path | None = None
+) -> Summary:
+    """One run into ``run_dir``, which must not hold one yet; or the one that ``resume`` names goes on in its own.
+    ``started`` is the time of day, for the summary.
 
     The setup script runs first, if it has to; all inputs are checked before anything else starts or is written. Raises
     whatever ended the run early; in every case the processes are gone, the summary is written and the report drawn when
@@ -57,23 +61,82 @@ async def train(recipe: Recipe, run_dir: Path, *, command: Sequence[str], starte
     heldout = load_tasks(recipe.task.heldout, "task.heldout", environment.required) if recipe.task.heldout else []
     tokenizer = HuggingFaceTokenizer(Path(recipe.model.path))
 
-    recorder = Recorder(run_dir, recipe, asyncio.get_running_loop().time, decode=tokenizer.decode)
+    point = None if resume is None else checkpoints.find(resume, recipe)
+    if point is not None:
+        run_dir = point.run_dir
+        checkpoints.set_aside(point)
+    recorder = Recorder(
+        run_dir,
+        recipe,
+        asyncio.get_running_loop().time,
+        decode=tokenizer.decode,
+        resume=None if point is None else (point.entry.version, point.entry.at),
+    )
     write_atomic(run_dir / RECIPE, dumps(recipe))
     logs = run_dir / "logs"
-    logs.mkdir()
+    logs.mkdir(exist_ok=point is not None)
     progress = Progress(recorder, out)
     blocking = ThreadBlocking()
     servers = LocalServers(recipe, logs=logs, note=progress.note)
-    trainer = HttpTrainer(recipe, recipe.model.path, run_dir=logs, log=logs / "trainer.log", url=recipe.trainer.url)
+    trainer = HttpTrainer(
+        recipe,
+        recipe.model.path,
+        run_dir=logs,
+        log=logs / "trainer.log",
+        url=recipe.trainer.url,
+        resume=None if point is None else point.checkpoint,
+    )
     engines = [
         SGLangEngine(url, f"server {i}", recipe.engine, rng=random.Random(f"{recipe.seed}/{i}"), model_type=model_type)
         for i, url in enumerate(servers.urls)
     ]
     transport = _transport(recipe, trainer, run_dir)
 
+    run: Run | None = None
+
+    def describe(version: int) -> checkpoints.Entry:
+        done = version * recipe.rollout.batch_groups + (0 if run is None else run.buffer.snapshot().filtered)
+        if point is not None:  # filtered groups of before
+            done += max(0, point.entry.tasks - point.entry.version * recipe.rollout.batch_groups)
+        rewards = recorder.rewards[keeper.newest :]
+        return checkpoints.Entry(
+            version=version,
+            at=recorder.clock() - recorder.start,
+            tasks=done,
+            reward=sum(rewards) / len(rewards) if rewards else None,
+        )
+
+    keeper = checkpoints.Keeper(
+        trainer,
+        run_dir / checkpoints.FOLDER,
+        keep=recipe.run.keep_checkpoints,
+        describe=describe,
+        accuracy=lambda version: next((e.accuracy for e in reversed(recorder.evals) if e.version == version), None),
+        blocking=blocking,
+        note=progress.note,
+        resumed=None if point is None else point.entry.version,
+    )
+
     async def checkpoint(version: int) -> None:
-        await trainer.save(str(run_dir / "checkpoints"))
-        await trainer.saved()
+        await blocking.run(recorder.flush)  # so that a run that goes on from it finds the lines of all steps before
+        if version < recipe.run.steps:
+            await keeper.begin()
+        else:
+            await keeper.last(version)
+
+    async def last_checkpoint() -> None:
+        """What has been trained is kept, if that can be done in time; a second interrupt cuts it short."""
+        version = 0 if run is None else run.parameters.version
+        if version <= keeper.newest or not trainer.alive or not recipe.run.last_checkpoint_s:
+            return
+        progress.note("writing a last checkpoint")
+        try:
+            async with asyncio.timeout(recipe.run.last_checkpoint_s):
+                await keeper.last(version)
+        except TimeoutError:
+            progress.note(f"no last checkpoint within run.last_checkpoint_s = {recipe.run.last_checkpoint_s:g}")
+        except (TrainerError, RunDirError) as error:
+            progress.note(f"no last checkpoint: {error}")
 
     async def flush() -> None:
         while True:
@@ -92,10 +155,10 @@ async def train(recipe: Recipe, run_dir: Path, *, command: Sequence[str], starte
         make_env=environment.make,
         reward=environment.reward,
         checkpoint=checkpoint,
+        tasks_done=0 if point is None else point.entry.tasks,
         own_advantage=own_advantage,
-        services=[flush, servers.watch, LoopWatchdog(USER_CODE, limit_s=recipe.env.block_timeout_s).run],
+        services=[flush, servers.watch, keeper.watch, LoopWatchdog(USER_CODE, limit_s=recipe.env.block_timeout_s).run],
     )
-    run: Run | None = None
 
     async def render() -> None:
         while True:
@@ -119,9 +182,11 @@ async def train(recipe: Recipe, run_dir: Path, *, command: Sequence[str], starte
         ended = "finished"
     except asyncio.CancelledError:
         ended = "interrupted"
+        await last_checkpoint()
         raise
     except BaseException as error:
         ended = f"failed: {one_line(error)}"
+        await last_checkpoint()
         raise
     finally:
         try:

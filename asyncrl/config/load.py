@@ -109,6 +109,8 @@ def check(recipe: Recipe) -> None:
         "run.eval_temperature": recipe.run.eval_temperature,
         "run.eval_tasks": recipe.run.eval_tasks,
         "run.checkpoint_every": recipe.run.checkpoint_every,
+        "run.keep_checkpoints": recipe.run.keep_checkpoints,
+        "run.last_checkpoint_s": recipe.run.last_checkpoint_s,
         "rollout.max_additional_running_prompts": r.max_additional_running_prompts,
         "rollout.group_size_redundancy": r.group_size_redundancy,
         "env.retries": recipe.env.retries,

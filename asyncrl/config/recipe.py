@@ -194,6 +194,10 @@ class RunConfig(Section, frozen=True, kw_only=True):
     eval_temperature: float = 1.0
     checkpoint_every: int = 0
     """Steps between checkpoints; the last one is always written."""
+    keep_checkpoints: int = 3
+    """How many of the newest checkpoints stay, beside the best; 0: all."""
+    last_checkpoint_s: float = 120.0
+    """How long a run that ends early may take to write its last checkpoint; 0: it writes none."""
     trace_requests: bool = True
     """False: ``trace.json`` leaves single requests and episodes out, a few hundred bytes each."""
 

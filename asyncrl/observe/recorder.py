@@ -21,7 +21,16 @@ import msgspec
 
 from asyncrl.config import Recipe
 from asyncrl.core.types import OBSERVED_VERSION, Trajectory
-from asyncrl.observe.run_dir import EVALS, METRICS, TRACE, TRAJECTORIES, LineFile, RunDirError
+from asyncrl.observe.run_dir import (
+    EVALS,
+    METRICS,
+    TRACE,
+    TRAJECTORIES,
+    LineFile,
+    RunDirError,
+    read_lines,
+    rewind,
+)
 from asyncrl.observe.tally import NO_ARGS, Tally
 from asyncrl.observe.trace import TraceEncoder
 from asyncrl.ports import StepMetrics
@@ -35,8 +44,9 @@ REQUEST_SPANS = frozenset({"generate", "episode"})
 
 class Recorder(Tally):
     """Observes one run. ``clock`` gives loop time in seconds; ``decode`` turns token ids into text, and is called on
-    the thread that flushes. Without ``tokens``, trajectories are written without tokens, logprobs and text. Raises
-    ``RunDirError`` if the folder cannot be written or holds a run already."""
+    the thread that flushes. Without ``tokens``, trajectories are written without tokens, logprobs and text. ``resume``
+    is the version and the second of the checkpoint from which the folder's run goes on. Raises ``RunDirError`` if the
+    folder cannot be written, or holds a run already that is not resumed."""
 
     def __init__(
         self,
@@ -46,12 +56,16 @@ class Recorder(Tally):
         *,
         decode: Callable[[Sequence[int]], str] | None = None,
         tokens: bool = True,
+        resume: tuple[int, float] | None = None,
     ) -> None:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunDirError(f"{run_dir}: cannot make the folder ({error.strerror}): give another --run-dir") from None
         super().__init__(recipe, clock)
+        if resume is not None:
+            rewind(run_dir, *resume)
+            self.resume(resume[1], list(read_lines(run_dir / METRICS)), list(read_lines(run_dir / EVALS)))
         self._counted: dict[str, float] = {}  # counter → time of its newest value in the trace
         # Shared with the thread that flushes.
         self._queue: deque[tuple[Any, ...]] = deque()
@@ -60,7 +74,8 @@ class Recorder(Tally):
         self._decode = decode
         self._tokens = tokens
         self._trace = TraceEncoder(self.start)
-        self._files = {name: LineFile(run_dir / name) for name in (METRICS, EVALS, TRAJECTORIES, TRACE)}
+        names = (METRICS, EVALS, TRAJECTORIES, TRACE)
+        self._files = {name: LineFile(run_dir / name, append=resume is not None) for name in names}
 
     # --- Observer -----------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ files appear complete, under their final name, or not at all. Readers accept a l
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +31,18 @@ def _cannot_write(path: Path, error: OSError) -> RunDirError:
 
 
 class LineFile:
-    """A new file that grows by whole lines. ``write`` gives the lines to the kernel at once: a killed process loses
-    none of them."""
+    """A file that grows by whole lines, a new one unless it is said to ``append``. ``write`` gives the lines to the
+    kernel at once: a killed process loses none of them."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, append: bool = False) -> None:
         self.path = path
         try:
-            self._file = path.open("xb", buffering=0)
+            self._file = path.open("ab" if append else "xb", buffering=0)
         except FileExistsError:
             raise RunDirError(f"{path}: already exists: this folder holds a run; give another --run-dir") from None
         except OSError as error:
             raise _cannot_write(path, error) from None
-        self._size = 0
+        self._size = self._file.tell()
 
     def write(self, data: bytes) -> None:
         """Append ``data`` whole or not at all. Raises ``RunDirError``."""
@@ -72,6 +72,39 @@ def write_atomic(path: Path, data: bytes) -> None:
     except OSError as error:
         part.unlink(missing_ok=True)
         raise _cannot_write(path, error) from None
+
+
+class _Row(msgspec.Struct):
+    """What ``rewind`` looks at in a line."""
+
+    at: float = 0.0
+    version: int = 0
+
+
+def rewind(run_dir: Path, version: int, at: float) -> None:
+    """Take a run directory back to the checkpoint of ``version``, begun ``at`` seconds into the run, so that a run that
+    goes on from there can append to it. Its trace becomes ``trace-before-vN.json``. Raises ``RunDirError``."""
+    stays: dict[str, Callable[[_Row], bool]] = {
+        METRICS: lambda row: row.version <= version,
+        EVALS: lambda row: row.version < version,  # which is played again
+        TRAJECTORIES: lambda row: row.at <= at,
+    }
+    decode = msgspec.json.Decoder(_Row).decode
+    for name, keep in stays.items():
+        path, part = run_dir / name, run_dir / f"{name}.part"
+        try:
+            with path.open("rb") as old, part.open("wb") as new:
+                new.writelines(line for line in old if line.endswith(b"\n") and keep(decode(line)))
+            part.replace(path)
+        except FileNotFoundError:
+            continue
+        except msgspec.DecodeError as error:
+            raise RunDirError(f"{path}: has a line that is not a JSON object ({error}): remove it") from None
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise _cannot_write(path, error) from None
+    if (trace := run_dir / TRACE).exists():
+        trace.replace(run_dir / f"trace-before-v{version}.json")
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

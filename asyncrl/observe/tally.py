@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
 from asyncrl.config import Recipe
 from asyncrl.core.observed import expected_staleness
 from asyncrl.core.types import Record, Trajectory
@@ -54,6 +56,7 @@ class Tally(Observer):
         self.metrics: dict[str, float] = {}  # of the newest step
         self.rewards: list[float] = []  # mean of every step
         self.evals: list[Evaluation] = []
+        self._before = 0  # steps that the run had done when it was resumed
         self.servers: dict[str, ServerTime] = {}
         self.gauges: dict[str, float] = {}  # newest value of every counter
         self.states: Counter[str] = Counter()  # finished trajectories by final state
@@ -147,9 +150,16 @@ class Tally(Observer):
         """Mean time from one step's end to the next; the first step's own length while there is only one."""
         if self._first is None:
             return None
-        if len(self.rewards) == 1:
-            return self.metrics["time/step"]
-        return (self._newest.at - self._first.at) / (len(self.rewards) - 1)
+        steps = len(self.rewards) - self._before
+        return self.metrics["time/step"] if steps == 1 else (self._newest.at - self._first.at) / (steps - 1)
+
+    def resume(self, seconds: float, steps: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]) -> None:
+        """Count on from where a run was after ``seconds``, by its lines until then: rewards, evaluations and times are
+        those of the whole run; everything else is since it was resumed."""
+        self.start -= seconds
+        self.rewards = [row["reward/mean"] for row in steps]
+        self.evals = [msgspec.convert(row, Evaluation) for row in evals]
+        self._before = len(self.rewards)
 
     def summary(
         self,
@@ -176,7 +186,9 @@ class Tally(Observer):
             heldout_before=self.evals[0].accuracy if self.evals else None,
             heldout_after=after[-1] if after else None,
             staleness=StalenessSummary(
-                mean=sum(k * n for k, n in self._staleness.items()) / self._staleness.total() if self.rewards else None,
+                mean=sum(k * n for k, n in self._staleness.items()) / self._staleness.total()
+                if self._staleness
+                else None,
                 max=max(self._staleness, default=None),
                 bound=self.recipe.staleness.limit,
             ),

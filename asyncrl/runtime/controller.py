@@ -89,6 +89,7 @@ class AsyncController:
         try:
             async with asyncio.TaskGroup() as root:
                 background = [root.create_task(_forever(service)) for service in (*self._services, self._proxy.watch)]
+                await self._parameters.align()
                 await self._evaluate()
                 managers = [root.create_task(manager.run()) for manager in self._env_managers]
                 for step in range(self._parameters.version, self._steps):

@@ -69,6 +69,16 @@ class ParameterServer:
                 await self._proxy.resume()
                 self._observer.span("controller", "suspended", suspended, loop.time(), {"version": version})
 
+    async def align(self) -> None:
+        """Before anything is generated: servers that hold, or may hold, other weights than the trainer, because it was
+        resumed or they served another run, are given its own."""
+        version, instances = self._version, self._proxy.instances
+        if version or any(instance.version != version for instance in instances):
+            for instance in instances:
+                instance.version = min(instance.version, version)
+            self._version = -1
+            await self.publish(version)
+
     async def restore(self, instance: Instance) -> None:
         """A failed server answers again. If it restarted it has old weights: it is used only once it is verified."""
         async with self._lock:

@@ -22,6 +22,7 @@ from asyncrl.core.advantage import Advantage
 from asyncrl.core.types import Batch
 from asyncrl.ports import CheckpointFailed, StepResult, TrainerError
 from asyncrl.processes import free_port
+from asyncrl.train.description import version_of
 from asyncrl.train.job import TorchrunJob
 from asyncrl.wire import JoinGroupReq, PublishReq, SaveReq, TrainerInfo, TrainReply, TrainReq, TrainSequence
 
@@ -90,6 +91,11 @@ class HttpTrainer:
             self._job = await TorchrunJob.start(self._recipe, self._model, port, self._run_dir, self._log, self._resume)
         timeout_s = self._recipe.trainer.connect_timeout_s
         self._info = await self._bounded(self._first_answer(), timeout_s, "not ready", "trainer.connect_timeout_s")
+        if self._given_url and self._resume and self._info.version < (version_of(self._resume) or 0):
+            raise TrainerError(
+                f"trainer.url: the job at {self._url} is at version {self._info.version}; start it with "
+                f"--resume {self._resume}"
+            )
         return self._info.version
 
     async def train_step(self, batch: Batch, advantages: Sequence[Advantage]) -> StepResult:

@@ -118,17 +118,22 @@ def _limit_files(size: int) -> None:
 
 
 class Train:
-    """``asyncrl train`` in a process of its own."""
+    """``asyncrl train`` in a process of its own, in a new run directory; ``resume``: in the one that is there, from its
+    newest or the named checkpoint."""
 
-    def __init__(self, recipe: Path, run_dir: Path, *arguments: str, file_limit: int | None = None) -> None:
+    def __init__(
+        self, recipe: Path, run_dir: Path, *arguments: str, file_limit: int | None = None, resume: bool | str = False
+    ) -> None:
         self.run_dir = run_dir
         self.output = run_dir.with_suffix(".out")
+        where = ["--resume", str(run_dir / resume if isinstance(resume, str) else run_dir)]
+        where = where if resume else ["--run-dir", str(run_dir)]
         # The environment marks every process of this run, so that orphans can be found.
         self._mark = f"ASYNCRL_TEST_RUN={run_dir}"
         name, _, value = self._mark.partition("=")
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "asyncrl.cli", "train", str(recipe), "--run-dir", str(run_dir), *arguments],
+                [sys.executable, "-m", "asyncrl.cli", "train", str(recipe), *where, *arguments],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1", name: value},
