@@ -203,7 +203,7 @@ def predict(s: System, w: Workload) -> Prediction:
     trained_per_s = s.tokens_per_s * s.trainer_gpus**s.scaling
     train_s = s.fixed_s + batch * (w.observed + w.generated * trained_length) / trained_per_s
     cycle_s = train_s + s.prepare_s + s.deliver_s
-    again = 0.0 if s.drain else s.episodes * w.context * s.cost.k5 / s.servers
+    again = 0.0 if s.drain else (n + full.rate * w.wait / s.servers) * w.context * s.cost.k5
     pause = s.deliver_s + again
     rollout_s = started / full.rate + pause
     # Trajectories that end while the trainer is busy with a batch, over those of a batch; one pause falls into each.

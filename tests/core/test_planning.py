@@ -146,6 +146,12 @@ def test_no_prediction_breaks_a_law(seed: int):
     assert p.running <= system.servers * p.per_server * (1 + 1e-9) <= system.episodes * (1 + 1e-6)
 
 
+def test_an_update_prefills_again_what_has_begun_and_not_what_waits_for_a_server():
+    served, queued = (predict(changed(episodes=n, max_running=64, bound=60.0), WORK) for n in (4 * 64, 40 * 64))
+    assert served.per_server == queued.per_server == 64
+    assert queued.rollout_s == pytest.approx(served.rollout_s)
+
+
 def test_a_larger_alpha_is_not_slower_and_an_endless_one_is_natural():
     periods = [predict(changed(bound=float(alpha)), WORK).period for alpha in (0, 1, 2, 4, 8, 16)]
     assert all(later <= earlier for earlier, later in itertools.pairwise(periods))
