@@ -1,35 +1,13 @@
-"""Figures 7 to 11: their scripts import, their worlds are what their texts say, and (``-m figures``) they run."""
+"""Figures 7 to 11: their scripts import, their worlds are what their texts say, and what they compute."""
 
 from __future__ import annotations
 
-import importlib
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncrl.build.plan import kept_share
 from asyncrl.config import load_table
-
-FIGURES = Path(__file__).resolve().parents[2] / "bench" / "figures"
-SCRIPTS = ["fig7", "fig8", "fig9", "fig10", "fig11"]
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a script as running it would: its neighbours are top-level modules."""
-    monkeypatch.syspath_prepend(str(FIGURES))
-    return importlib.import_module
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_says_what_it_shows_and_how_to_run_it(script: Any, name: str) -> None:
-    module = script(name)
-    assert f"python bench/figures/{name}.py" in module.__doc__
-    assert callable(module.measure) and callable(module.draw)
 
 
 def small(agentic: Any, turns: dict[str, Any] | None = None) -> Any:
@@ -85,14 +63,3 @@ def test_figure_10_trains_32_groups_of_8_whatever_runs_beside(script: Any) -> No
     ledger = result.summary.ledger
     assert ledger["consumed"] == 2 * 32 * 8
     assert ledger["surplus"] >= 2 * 2 * 10, "a whole group ran beside, and two members of each"
-
-
-@pytest.mark.figures
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_quick_figures(name: str, tmp_path: Path) -> None:
-    out = tmp_path / "points.json"
-    command = [sys.executable, str(FIGURES / f"{name}.py"), "--quick", "--json", str(out)]
-    subprocess.run(command, check=True, timeout=280)
-    points = json.loads(out.read_text())
-    assert points
-    assert all({"figure", "point", "paper", "ours", "assumption"} <= point.keys() for point in points)

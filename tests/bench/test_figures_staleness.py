@@ -1,13 +1,8 @@
-"""The staleness paper's figures: their scripts import, their world is the formula's, and (``-m figures``) they run."""
+"""The staleness paper's figures: their scripts import, their world is the formula's, and what they compute."""
 
 from __future__ import annotations
 
-import importlib
-import json
 import math
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,23 +10,6 @@ import pytest
 from asyncrl.config import load_table
 from asyncrl.core.theory.staleness import mean_staleness, tailness_multiplier, train_period
 from asyncrl.sim.trainer import train_seconds
-
-FIGURES = Path(__file__).resolve().parents[2] / "bench" / "figures"
-SCRIPTS = ["staleness", "staleness_tables", "length_bias", "frontier", "inflight_cap_frontier"]
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a script as running it would: its neighbours are top-level modules."""
-    monkeypatch.syspath_prepend(str(FIGURES))
-    return importlib.import_module
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_says_what_it_shows_and_how_to_run_it(script: Any, name: str) -> None:
-    module = script(name)
-    assert f"python bench/figures/{name}.py" in module.__doc__
-    assert callable(module.measure) and callable(module.draw)
 
 
 def test_splits_have_the_period_that_the_formula_gives_their_utilisation(script: Any) -> None:
@@ -89,14 +67,3 @@ def test_the_runtime_in_the_papers_world_has_the_predicted_staleness(script: Any
         measured, _ = paper.staleness_of(common.simulated(recipe), 20)
         formula = mean_staleness(concurrency=32, batch=32, tailness=paper.multiplier(50.0, 4), rho=rho, q=2).total
         assert measured == pytest.approx(formula, abs=0.25)
-
-
-@pytest.mark.figures
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_quick_figures(name: str, tmp_path: Path) -> None:
-    out = tmp_path / "points.json"
-    command = [sys.executable, str(FIGURES / f"{name}.py"), "--quick", "--json", str(out)]
-    subprocess.run(command, check=True, timeout=280)
-    points = json.loads(out.read_text())
-    assert points
-    assert all({"figure", "point", "paper", "ours", "assumption"} <= point.keys() for point in points)
