@@ -26,7 +26,7 @@ from common import Result, merge
 from asyncrl.build.plan import shape_of, system_of
 from asyncrl.config import load_table
 from asyncrl.core.hardware import GPUS, MODELS, cost_model, kv_tokens, training_tokens_per_s
-from asyncrl.core.planning import best_bound, predict
+from asyncrl.core.planning import predict
 from asyncrl.core.theory.completion import Step, async_bound, sync_bound
 from asyncrl.core.workload import Workload
 
@@ -156,9 +156,3 @@ def bound(table: dict[str, Any]) -> float:
         mean_train=plan.train_s * (share or 1.0) * workers / samples,
     )
     return async_bound(step, alpha=alpha, train_share=share) if alpha else sync_bound(step)
-
-
-def best_alpha(table: dict[str, Any], of_most: float) -> int:
-    """The smallest α that has ``of_most`` of all throughput, by ``asyncrl plan``, with a slot for each response."""
-    recipe = load_table(merge(table, {"rollout": {"num_envs": 64 * load_table(table).batch_trajectories}}))
-    return best_bound(system_of(recipe), Workload(shape_of(recipe)), of_most=of_most)

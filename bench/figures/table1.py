@@ -20,7 +20,7 @@ from typing import Any
 
 from common import Point, main, merge, simulate_all
 from matplotlib.figure import Figure
-from roll_flash import ASSUMPTION, PROMPT_TOKENS, RESPONSE_TOKENS, asynchronous, best_alpha, throughput
+from roll_flash import ASSUMPTION, PROMPT_TOKENS, RESPONSE_TOKENS, asynchronous, planned, throughput
 
 TRAIN, INFER = 24, 16
 ALPHAS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0)
@@ -54,7 +54,7 @@ class Need(Point, kw_only=True):
     row: str
     shares: list[float]
     nearly: float
-    planned: int
+    planned: float
 
 
 def table(case: Case, alpha: float) -> dict[str, Any]:
@@ -83,18 +83,22 @@ def measure(quick: bool) -> list[Point]:
 
 def _need(case: Case, rates: dict[float, float]) -> Need:
     most = max(rates.values())
-    shares = {alpha: rate / most for alpha, rate in rates.items()}
     return Need(
         figure="roll-flash-table-1",
         point=f"{case[0]}: α needed",
         paper=PAPER.get(case),
-        ours=min(alpha for alpha, share in shares.items() if share >= OF_MOST),
-        assumption=f"{ASSUMPTION}; group size 16",
+        ours=smallest(rates, OF_MOST),
+        assumption=f"{ASSUMPTION}; prompts of 16 responses",
         row=case[0],
-        shares=list(shares.values()),
-        nearly=min(alpha for alpha, share in shares.items() if share >= NEARLY),
-        planned=best_alpha(table(case, 1.0), OF_MOST),
+        shares=[rate / most for rate in rates.values()],
+        nearly=smallest(rates, NEARLY),
+        planned=smallest({alpha: 1.0 / planned(table(case, alpha)) for alpha in rates}, OF_MOST),
     )
+
+
+def smallest(rates: dict[float, float], of_most: float) -> float:
+    """The smallest α with this share of the most throughput."""
+    return min(alpha for alpha, rate in rates.items() if rate >= of_most * max(rates.values()))
 
 
 def draw(figure: Figure, points: list[Point]) -> None:
