@@ -33,8 +33,8 @@ WRITE_S = 30.0
 
 
 class Entry(Record, frozen=True, kw_only=True):
-    """One checkpoint: when it was begun, in seconds since the run began; about how many tasks were done with by then;
-    the mean reward of the steps since the one before; the accuracy on the held-out tasks, if they were played."""
+    """One checkpoint: when its last step ended, in seconds since the run began; about how many tasks were done with by
+    then; the mean reward of the steps since the one before; the accuracy on the held-out tasks, if they were played."""
 
     version: int
     at: float = 0.0
@@ -169,6 +169,10 @@ class Keeper:
             else:
                 self._pending, self.newest = self._describe(version), version
                 self._begun.set()
+
+    def has(self, version: int) -> bool:
+        """True if a checkpoint of ``version`` or later is complete and in the index."""
+        return self.newest >= version and self._pending is None
 
     async def last(self, version: int) -> None:
         """Return when a checkpoint of ``version`` or later is complete. Raises ``CheckpointFailed``."""

@@ -99,9 +99,11 @@ async def train(
         if point is not None:  # filtered groups of before
             done += max(0, point.entry.tasks - point.entry.version * recipe.rollout.batch_groups)
         rewards = recorder.rewards[keeper.newest :]
+        # A batch that was taken since that step, but is not in these weights, is of the steps to come.
+        newest = recorder.metrics if recorder.metrics.get("version") == version else {}
         return checkpoints.Entry(
             version=version,
-            at=recorder.clock() - recorder.start,
+            at=newest.get("time/at", recorder.clock() - recorder.start),
             tasks=done,
             reward=sum(rewards) / len(rewards) if rewards else None,
         )
@@ -127,7 +129,7 @@ async def train(
     async def last_checkpoint() -> None:
         """What has been trained is kept, if that can be done in time; a second interrupt cuts it short."""
         version = 0 if run is None else run.parameters.version
-        if version <= keeper.newest or not trainer.alive or not recipe.run.last_checkpoint_s:
+        if keeper.has(version) or not trainer.alive or not recipe.run.last_checkpoint_s:
             return
         progress.note("writing a last checkpoint")
         try:

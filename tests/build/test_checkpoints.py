@@ -181,6 +181,7 @@ async def test_a_cancelled_wait_loses_no_checkpoint(tmp_path: Path) -> None:
             for _ in range(turns):
                 await asyncio.sleep(0)
             task.cancel()
+        assert played.keeper.has(2) == (read_index(played.folder).checkpoints[-1].version == 2)
         await played.keeper.last(2)
         assert [e.version for e in read_index(played.folder).checkpoints] == [1, 2], turns
         assert played.there == {"version-1", "version-2"}
