@@ -19,17 +19,15 @@ from typing import Any
 
 from common import Point, Result, main, simulate_all
 from matplotlib.figure import Figure
-from roll_flash import ASSUMPTION, ROLLOUTS, asynchronous, synchronous, throughput
+from roll_flash import ASSUMPTION, ROLLOUTS, asynchronous, steady, synchronous, throughput
 
 GPUS = (16, 32, 64, 128)
 MODELS = {"Think": "qwen3-8b-think", "Base": "qwen3-8b-base"}
 SCHEMES = ("Sync-Naive", "Sync-ROLL", "Async")
 APPENDIX = 4096
-STEPS = {
-    ROLLOUTS: {"Sync-Naive": 26, "Sync-ROLL": 26, "Async": 38},
-    APPENDIX: {"Sync-Naive": 4, "Sync-ROLL": 4, "Async": 7},
-}
-SKIP = {ROLLOUTS: 8, APPENDIX: 3}
+ALPHA = 2.0
+MEASURED = {ROLLOUTS: 30, APPENDIX: 4}
+FILLING = {ROLLOUTS: 8, APPENDIX: 3}
 """Steps in which the pool of an asynchronous run fills."""
 PAPER = {
     "Think, 128 GPUs: Async over Sync-Naive": 2.13,
@@ -50,13 +48,11 @@ class Run(Point, kw_only=True):
 
 
 def table(model: str, scheme: str, gpus: int, rollouts: int) -> dict[str, Any]:
-    steps, lengths = STEPS[rollouts][scheme], MODELS[model]
+    lengths, steps = MODELS[model], MEASURED[rollouts]
     if scheme == "Async":
-        return asynchronous(gpus // 2, gpus // 2, alpha=2.0, steps=steps, rollouts=rollouts, lengths=lengths)
-    naive = scheme == "Sync-Naive"
-    return synchronous(
-        gpus, steps=4 if rollouts == APPENDIX else steps, naive=naive, rollouts=rollouts, lengths=lengths
-    )
+        steps += FILLING[rollouts] + int(ALPHA)
+        return asynchronous(gpus // 2, gpus // 2, alpha=ALPHA, steps=steps, rollouts=rollouts, lengths=lengths)
+    return synchronous(gpus, naive=scheme == "Sync-Naive", steps=1 + steps, rollouts=rollouts, lengths=lengths)
 
 
 def measure(quick: bool) -> list[Point]:
@@ -80,7 +76,8 @@ def measure(quick: bool) -> list[Point]:
 
 
 def _rate(run: tuple[str, str, int, int], result: Result) -> float:
-    return throughput(result, SKIP[run[3]] if run[1] == "Async" else 1)
+    _, scheme, _, rollouts = run
+    return throughput(steady(result, ALPHA), FILLING[rollouts]) if scheme == "Async" else throughput(result, 1)
 
 
 def _ratios(model: str, rollouts: int, rate: dict[tuple[str, int], float]) -> list[Point]:

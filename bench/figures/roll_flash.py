@@ -8,7 +8,7 @@ lengths. Those are chosen once, here, for all its figures; a script that departs
 * **GPU: H20**, by core/hardware.py. With 8Train32Infer the paper's trainer never waits and the servers are "excessively
   underutilized"; 24Train16Infer is best (fig. 3a). So training is at least as much work as inference. By the data
   sheets that is an H20 (148 Tflop/s beside 4 TB/s). An H800 computes seven times as fast with less bandwidth: training
-  would be a fifth of the work and 8Train32Infer best (fig3.py shows both).
+  would be a fifth of the work and 8Train32Infer as good as any split (fig3.py shows both).
 * **Batch: 256 responses**, 16 prompts of 16 (``ROLLOUTS``). §3.2 says "256 rollouts, and a group size of 32 prompts per
   minibatch", appendix A 256 prompts of 16 responses, 16 times as much. No one batch explains all its numbers. On fig.
   3a's 40 GPUs, 4,096 responses are so much work that the longest is little beside it: the most that asynchrony can
@@ -18,6 +18,7 @@ lengths. Those are chosen once, here, for all its figures; a script that departs
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -123,9 +124,15 @@ def asynchronous(
     )
 
 
+def steady(result: Result, alpha: float) -> Result:
+    """Without the last ⌈α⌉ steps: a run starts no more than it will train, so they have servers with less and less."""
+    return Result(steps=result.steps[: len(result.steps) - math.ceil(alpha)], summary=result.summary)
+
+
 def throughput(result: Result, skip: int) -> float:
-    """Generated tokens a second that were trained on, over the steps after the first ``skip``."""
-    return result.mean("tokens/batch", skip) / result.period(skip)
+    """Generated tokens a second, over the steps after the first ``skip`` (at least one). All of them are trained on."""
+    first, last = result.steps[skip - 1], result.steps[-1]
+    return (last["tokens/total"] - first["tokens/total"]) / (last["time/at"] - first["time/at"])
 
 
 def planned(table: dict[str, Any]) -> float:

@@ -20,14 +20,13 @@ from typing import Any
 
 from common import Point, main, merge, simulate_all
 from matplotlib.figure import Figure
-from roll_flash import ASSUMPTION, PROMPT_TOKENS, RESPONSE_TOKENS, asynchronous, planned, throughput
+from roll_flash import ASSUMPTION, PROMPT_TOKENS, RESPONSE_TOKENS, asynchronous, planned, steady, throughput
 
 TRAIN, INFER = 24, 16
 ALPHAS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0)
 OF_MOST, NEARLY = 0.98, 0.90
-SKIP = 16
-"""Steps in which a pool of 17 batches fills."""
-STEPS_OF = {32: 120, 64: 80, 128: 56, 256: 44, 512: 30}
+MEASURED = {32: 90, 64: 60, 128: 40, 256: 28, 512: 20}
+"""Steps, by responses a batch."""
 Case = tuple[str, str, int, int]
 """Row, model, sequence length, responses a batch."""
 STANDARD = ("qwen3-8b", PROMPT_TOKENS + RESPONSE_TOKENS, 256)
@@ -59,11 +58,16 @@ class Need(Point, kw_only=True):
 
 def table(case: Case, alpha: float) -> dict[str, Any]:
     _, model, length, rollouts = case
-    response = length - PROMPT_TOKENS
+    response, steps = length - PROMPT_TOKENS, filling(alpha) + MEASURED[rollouts] + int(alpha)
     return merge(
-        asynchronous(TRAIN, INFER, alpha=alpha, steps=STEPS_OF[rollouts], rollouts=rollouts, model=model),
+        asynchronous(TRAIN, INFER, alpha=alpha, steps=steps, rollouts=rollouts, model=model),
         {"rollout": {"max_new_tokens": response, "max_tokens": length}},
     )
+
+
+def filling(alpha: float) -> int:
+    """Steps in which the pool fills."""
+    return int(alpha) + 4
 
 
 def measure(quick: bool) -> list[Point]:
@@ -71,7 +75,10 @@ def measure(quick: bool) -> list[Point]:
     alphas = (1.0, 4.0, 16.0) if quick else ALPHAS
     jobs = {(case[1:], alpha): table(case, alpha) for case in cases for alpha in reversed(alphas)}
     results = simulate_all(list(jobs.values()))
-    rate = {job: throughput(result, SKIP) for job, result in zip(jobs, results, strict=True)}
+    rate = {
+        (case, alpha): throughput(steady(result, alpha), filling(alpha))
+        for (case, alpha), result in zip(jobs, results, strict=True)
+    }
     needs = [_need(case, {alpha: rate[case[1:], alpha] for alpha in alphas}) for case in cases]
     others = [
         Point(figure=need.figure, point=f"{need.row}: α for {what}", paper=PAPER.get(case), ours=value)

@@ -49,6 +49,15 @@ def test_bounds_are_the_papers_equations_in_the_worlds_numbers(script: Any) -> N
     assert worlds.bound(table) == pytest.approx(expected, rel=1e-9)
 
 
+def test_throughput_leaves_out_how_a_run_begins_and_ends(script: Any) -> None:
+    common, worlds = script("common"), script("roll_flash")
+    at = [100.0, 110.0, 120.0, 130.0, 131.0, 132.0]
+    steps = [{"time/at": t, "tokens/total": 50.0 * (i + 1)} for i, t in enumerate(at)]
+    result = common.Result(steps=steps, summary=None)
+    assert worlds.throughput(worlds.steady(result, 1.5), 1) == pytest.approx(5.0)
+    assert worlds.steady(result, 0.0).steps == steps
+
+
 def test_a_line_is_fitted_by_least_squares(script: Any) -> None:
     fig3 = script("fig3")
 
