@@ -6,8 +6,8 @@ Qwen3-8B, Think (mean response 11k tokens) and Base (2k). The synchronous two us
 to train and half to generate. Sync-Naive sends a prompt's 16 responses as one request to the servers in turn.
 
 The paper leaves the batch open (roll_flash.py), so both readings are simulated. Appendix A's 4,096 responses give the
-figure: Async scales 8-fold with Think (paper 7.6), with Base it goes on where the synchronous two flatten (2.45 times
-Sync-Naive, paper 2.24), and 1.67 times Sync-Naive with Think where the paper has 2.13; on 16 GPUs, though, Async gains
+figure: Async scales 7.5-fold with Think (paper 7.6), with Base it goes on where the synchronous two flatten (2.34 times
+Sync-Naive, paper 2.24), and 1.63 times Sync-Naive with Think where the paper has 2.13; on 16 GPUs, though, Async gains
 nothing with Base (paper 1.53), as a half of the GPUs is the wrong share for either side. With 256 responses 128 GPUs
 are too many: 64 servers of 12 sequences hardly decode faster than 32 of 24, and Async comes to the time that α = 2
 gives the longest response. It gains more on Sync-Naive than in the paper, on any number of GPUs, and scales less.
