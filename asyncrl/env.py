@@ -10,7 +10,8 @@
             return asyncrl.Step(observation="\\nWrong. Again: ", reward=float(right), done=right)
 
 An ``Env`` object lives for one episode at a time and is never shared. Deadlines, retries, truncation and the ledger are
-the runtime's; whatever a method raises becomes a failed trajectory with that reason, never the end of the run.
+the runtime's; whatever a method raises becomes a failed trajectory with that reason, never the end of the run. What is
+the machine's fault and not the task's (a sandbox that did not start, a service that is down) is raised as ``EnvDown``.
 """
 
 from __future__ import annotations
@@ -20,27 +21,48 @@ from typing import Any
 
 from asyncrl.core.types import Record, Task
 
-__all__ = ["Action", "Env", "Message", "Observation", "Response", "Step", "Task"]
+__all__ = ["Action", "Env", "EnvDown", "Message", "Observation", "Response", "Step", "Task", "Tool", "ToolCall"]
 
 Message = Mapping[str, Any]
 """A chat message: ``{"role": "user", "content": "…"}``."""
 
 
+Tool = Mapping[str, Any]
+"""A tool as OpenAI's API describes it: ``{"type": "function", "function": {"name": …, "description": …, "parameters":
+JSON schema}}``."""
+
+
+class EnvDown(Exception):
+    """The infrastructure failed, not the task: the episode is tried again elsewhere, and counted apart."""
+
+
 class Observation(Record, frozen=True, kw_only=True):
-    """What the model sees next: plain ``text``, or ``messages`` that the model's chat template renders."""
+    """What the model sees next: plain ``text``, or ``messages`` that the model's chat template renders. ``tools``, on
+    the first observation of an episode, go to the template too, and calls of them are parsed for ``Action``."""
 
     text: str = ""
     messages: Sequence[Message] = ()
+    tools: Sequence[Tool] = ()
+
+
+class ToolCall(Record, frozen=True, kw_only=True):
+    """One call that the model wrote. ``error`` says why it could not be read; then ``arguments`` is empty."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any] = {}
+    error: str = ""
 
 
 class Action(Record, frozen=True, kw_only=True):
-    """One generation: decoded ``text`` (without special tokens), the sampled ``token_ids``, and why it ended:
-    ``stop`` (the model ended its turn) or ``length`` (it ran into a limit)."""
+    """One generation: decoded ``text`` (without special tokens), the sampled ``token_ids``, the ``tool_calls`` in it,
+    and why it ended: ``stop`` (the model ended its turn) or ``length`` (it ran into a limit)."""
 
     text: str
     token_ids: Sequence[int]
     finish_reason: str
     turn: int = 0
+    tool_calls: Sequence[ToolCall] = ()
 
 
 Response = Action
