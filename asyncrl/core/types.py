@@ -36,7 +36,8 @@ class Turn(Record, frozen=True, kw_only=True):
 
     ``prompt_ids`` are the tokens that were new before this generation (the whole prompt on the first turn, only the
     observation later); ``output_ids``, ``logprobs`` and ``versions`` are parallel, one entry a generated token, and
-    versions never decrease. int32, int32, float32, int32. ``reward`` is what the environment gave for it.
+    versions never decrease. int32, int32, float32, int32. ``reward`` is what the environment gave for it, ``seconds``
+    how long it waited for a server, was generated, and was in the environment.
     """
 
     prompt_ids: array[int]
@@ -45,6 +46,7 @@ class Turn(Record, frozen=True, kw_only=True):
     versions: array[int]
     finish_reason: str
     reward: float = 0.0
+    seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 class Trajectory(Record, frozen=True, kw_only=True):
@@ -53,7 +55,8 @@ class Trajectory(Record, frozen=True, kw_only=True):
     ``loss_mask`` is 1 where the policy generated the token and 0 where it observed it. ``logprobs`` are the engine's,
     after temperature, 0.0 where the mask is 0. ``versions`` is the policy version that sampled each token, or
     ``OBSERVED_VERSION``. ``turn_ends`` is the number of tokens up to the end of each turn, ``turn_rewards`` what each
-    brought; they sum to ``reward``. Both may be empty: then the reward belongs to the whole.
+    brought; they sum to ``reward``. Both may be empty: then the reward belongs to the whole. ``turn_seconds`` has each
+    turn's ``seconds``, ``reset_s`` is the environment's time before the first; both are for people.
     """
 
     id: int
@@ -71,6 +74,8 @@ class Trajectory(Record, frozen=True, kw_only=True):
     metrics: Mapping[str, float] = {}
     turn_ends: tuple[int, ...] = ()
     turn_rewards: tuple[float, ...] = ()
+    turn_seconds: tuple[tuple[float, float, float], ...] = ()
+    reset_s: float = 0.0
 
     def __post_init__(self) -> None:
         n = len(self.tokens)

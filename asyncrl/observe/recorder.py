@@ -188,8 +188,9 @@ def trajectory_line(
     t: Trajectory, state: str, at: float, decode: Callable[[Sequence[int]], str] | None, tokens: bool = True
 ) -> dict[str, Any]:
     """One line of ``trajectories.jsonl``. ``versions`` are (version, tokens) runs, from which the loss mask follows;
-    ``logprobs`` are those of the generated tokens; ``text`` has one piece for each observed or generated stretch.
-    These three are left out without ``tokens``."""
+    ``turn_seconds`` are (waiting for a server, generating, environment); ``logprobs`` are of generated tokens;
+    ``text`` has one piece for each observed or generated stretch. ``tokens``, ``logprobs`` and ``text`` are left out
+    without ``tokens``."""
     runs = version_runs(t.versions)
     line: dict[str, Any] = {
         "id": t.id,
@@ -204,6 +205,10 @@ def trajectory_line(
         "finish_reason": t.finish_reason,
         "at": round(at, 3),
         "metrics": dict(t.metrics),
+        "turn_ends": t.turn_ends,
+        "turn_rewards": t.turn_rewards,
+        "turn_seconds": [[round(s, 4) for s in seconds] for seconds in t.turn_seconds],
+        "reset_s": round(t.reset_s, 4),
     }
     if not tokens:
         return line

@@ -27,6 +27,7 @@ class Conversation:
         self._pending = array("i")
         self.ids = array("i")
         self.turns: list[Turn] = []
+        self.reset_s = 0.0
 
     def observe(self, observation: Observation | str) -> None:
         """Append what the model sees next. Raises ``ValueError`` for messages without a chat template."""
@@ -59,9 +60,9 @@ class Conversation:
         self.ids += output_ids
         return self._tokenizer.decode(output_ids)
 
-    def credit(self, reward: float) -> None:
-        """What the last generation brought."""
-        self.turns[-1] = msgspec.structs.replace(self.turns[-1], reward=reward)
+    def credit(self, reward: float, seconds: tuple[float, float, float]) -> None:
+        """What the last generation brought, and ``Turn.seconds``."""
+        self.turns[-1] = msgspec.structs.replace(self.turns[-1], reward=reward, seconds=seconds)
 
     def _after_assistant(self, observation: Observation) -> list[int]:
         text = self._tokenizer.render([*_BASE, *observation.messages], True)

@@ -48,6 +48,7 @@ class Episode(Record, frozen=True, kw_only=True):
     reward: float
     finish_reason: str
     metrics: Mapping[str, float]
+    reset_s: float = 0.0
 
 
 class EpisodePlayer:
@@ -103,11 +104,13 @@ class EpisodePlayer:
 
     async def _begin(self, task: Task, envs: list[Env]) -> Conversation:
         """A new environment, appended to ``envs``, and the dialogue that its reset opens."""
+        began = asyncio.get_running_loop().time()
         async with user_call("reset", self._limits.reset_timeout_s):
             env = self._make_env()
             envs.append(env)
             observation = await env.reset(task)
         dialogue = Conversation(self._tokenizer)
+        dialogue.reset_s = asyncio.get_running_loop().time() - began
         _observe(dialogue, "reset", observation)
         if len(dialogue.ids) >= self._limits.max_tokens:
             raise EpisodeFailed(
@@ -161,6 +164,7 @@ class EpisodePlayer:
         text = dialogue.add_output(
             completion.output_ids, completion.logprobs, completion.versions, completion.finish_reason
         )
+        began = asyncio.get_running_loop().time()
         action = Action(text=text, token_ids=completion.output_ids, finish_reason=completion.finish_reason, turn=turn)
         async with user_call("step", self._limits.step_timeout_s):
             step = await env.step(action)
@@ -172,7 +176,8 @@ class EpisodePlayer:
         reward = checked_reward("step", step.reward)
         if self._scorer is not None and (step.done or turn + 1 == self._limits.max_turns):
             reward += await self._scorer.score(task, action)
-        dialogue.credit(reward)
+        in_env = asyncio.get_running_loop().time() - began
+        dialogue.credit(reward, (completion.waited_s, completion.seconds - completion.waited_s, in_env))
         return step, reward
 
     async def _close(self, envs: Sequence[Env]) -> None:
@@ -195,7 +200,13 @@ class EpisodePlayer:
 
 
 def _ended(dialogue: Conversation, reward: float, finish_reason: str, step: Step) -> Episode:
-    return Episode(turns=dialogue.turns, reward=reward, finish_reason=finish_reason, metrics=step.metrics)
+    return Episode(
+        turns=dialogue.turns,
+        reward=reward,
+        finish_reason=finish_reason,
+        metrics=step.metrics,
+        reset_s=dialogue.reset_s,
+    )
 
 
 def _observe(dialogue: Conversation, where: str, observation: Observation | str) -> None:
@@ -300,4 +311,6 @@ def _trajectory(lease: Lease, trajectory_id: int, index: int, episode: Episode) 
         metrics=episode.metrics,
         turn_ends=tuple(accumulate(len(turn.prompt_ids) + len(turn.output_ids) for turn in episode.turns)),
         turn_rewards=tuple(turn.reward for turn in episode.turns),
+        turn_seconds=tuple(turn.seconds for turn in episode.turns),
+        reset_s=episode.reset_s,
     )

@@ -46,7 +46,8 @@ class Prompt(Record, frozen=True, kw_only=True):
 
 
 class Completion(Record, frozen=True, kw_only=True):
-    """One generation, whole, whatever interruptions it had. ``output_ids``, ``logprobs``, ``versions`` are parallel."""
+    """One generation, whole, whatever interruptions it had. ``output_ids``, ``logprobs``, ``versions`` are parallel.
+    ``waited_s`` of its ``seconds`` it waited for a server."""
 
     output_ids: array[int]
     logprobs: array[float]
@@ -54,6 +55,8 @@ class Completion(Record, frozen=True, kw_only=True):
     finish_reason: str
     server: str
     interruptions: int
+    waited_s: float
+    seconds: float
 
 
 _Waiting = tuple[int, int, RequestView, "asyncio.Future[Instance]"]
@@ -106,7 +109,17 @@ class Instance:
 class _Reply:
     """One reply in the making; keeps its tokens over interruptions."""
 
-    __slots__ = ("finish_reason", "fruitless", "interruptions", "logprobs", "output_ids", "server", "versions")
+    __slots__ = (
+        "ended",
+        "finish_reason",
+        "fruitless",
+        "interruptions",
+        "logprobs",
+        "output_ids",
+        "server",
+        "versions",
+        "waited_s",
+    )
 
     def __init__(self) -> None:
         self.output_ids = array("i")
@@ -117,6 +130,8 @@ class _Reply:
         self.interruptions = 0
         self.fruitless = 0
         """Attempts in a row that brought no token."""
+        self.waited_s = 0.0
+        self.ended = 0.0
 
 
 class LLMProxy:
@@ -237,6 +252,7 @@ class LLMProxy:
                 f"{len(prompt.ids)} prompt tokens + {prompt.max_new_tokens} new ones exceed the "
                 f"servers' context of {self._context_length}; lower rollout.max_tokens"
             )
+        began = asyncio.get_running_loop().time()
         replies = [_Reply() for _ in range(n)]
         arrival = self._arrivals
         self._arrivals += 1
@@ -255,6 +271,8 @@ class LLMProxy:
                 finish_reason=r.finish_reason or "",
                 server=r.server,
                 interruptions=r.interruptions,
+                waited_s=r.waited_s,
+                seconds=r.ended - began,
             )
             for r in replies
         ]
@@ -282,7 +300,9 @@ class LLMProxy:
             home=first.server or prompt.home,
             sequence=arrival,
         )
+        asked = asyncio.get_running_loop().time()
         instance = await self._acquire(view)
+        started = asyncio.get_running_loop().time()
         self._sequence += 1
         request = GenerateRequest(
             rid=f"{self._rid_prefix}{self._sequence:012x}",
@@ -293,7 +313,6 @@ class LLMProxy:
             stop_token_ids=self._stop_token_ids,
             n=len(replies),
         )
-        started = asyncio.get_running_loop().time()
         received = 0
         on_running(True)
         try:
@@ -319,7 +338,10 @@ class LLMProxy:
             self.mark_down(instance, error)
         finally:
             self.generated += received
+            ended = asyncio.get_running_loop().time()
             for reply in replies:
+                reply.waited_s += started - asked
+                reply.ended = ended
                 reply.server = instance.name
                 reply.fruitless = 0 if received else reply.fruitless + 1
             self._release(instance, view, len(ids) + received)
@@ -328,7 +350,7 @@ class LLMProxy:
                 instance.name,
                 "generate",
                 started,
-                asyncio.get_running_loop().time(),
+                ended,
                 {"version": instance.version, "prompt": len(ids), "tokens": received},
             )
 

@@ -197,6 +197,10 @@ def test_a_trajectory_line_gives_the_columns_back():
         "finish_reason": "stop",
         "at": 1.235,
         "metrics": {"accuracy": 1.0},
+        "turn_ends": [],
+        "turn_rewards": [],
+        "turn_seconds": [],
+        "reset_s": 0.0,
     }
 
 

@@ -111,7 +111,12 @@ def test_a_dialogue_is_appended_turn_by_turn() -> None:
 
 def test_a_trajectory_knows_what_each_turn_brought() -> None:
     class Growing(Dialogue):
+        async def reset(self, task: Task) -> str:
+            await asyncio.sleep(0.5)
+            return await super().reset(task)
+
         async def step(self, action: Action) -> Step:
+            await asyncio.sleep(action.turn / 8)
             return msgspec.structs.replace(await super().step(action), reward=float(action.turn))
 
     [episode] = run(play(Growing))
@@ -121,6 +126,10 @@ def test_a_trajectory_knows_what_each_turn_brought() -> None:
     assert trajectory.turn_ends == (6, 12, 18)  # prompts of 2, outputs of 4
     assert trajectory.reward == 3.0
     assert len(trajectory.tokens) == 18
+    waited, generated, in_env = zip(*trajectory.turn_seconds, strict=True)
+    assert (trajectory.reset_s, in_env) == (0.5, (0, 0.125, 0.25))
+    assert waited == (0, 0, 0)
+    assert all(seconds > 0 for seconds in generated)
 
 
 def test_the_turn_limit_ends_an_episode() -> None:
