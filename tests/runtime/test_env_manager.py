@@ -127,7 +127,7 @@ def test_a_trajectory_knows_what_each_turn_brought() -> None:
     assert trajectory.reward == 3.0
     assert len(trajectory.tokens) == 18
     waited, generated, in_env = zip(*trajectory.turn_seconds, strict=True)
-    assert (trajectory.reset_s, in_env) == (0.5, (0, 0.125, 0.25))
+    assert (trajectory.reset_s, *in_env) == pytest.approx((0.6, 0.1, 0.225, 0.35))  # 0.1 of each is Dialogue's
     assert waited == (0, 0, 0)
     assert all(seconds > 0 for seconds in generated)
 
