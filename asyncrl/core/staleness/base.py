@@ -56,6 +56,12 @@ class StalenessControl(Protocol):
         """The groups of the next batch, and those that can no longer be trained in time (surplus, released by this
         call). None while the next batch is not certain yet. Advances the step."""
 
+    def certain(self, count: int) -> list[int]:
+        """Finished groups, in the batch's order, that will be among the first ``count`` (at most a batch) of the very
+        next batch, whatever happens but their own release. It holds where ``consume`` is called after every change
+        from now on until it gives the batch, and where the versions that groups start on never go back. A group that
+        is certain stays so."""
+
     def release(self, group_id: int) -> None:
         """The group leaves without being trained (filtered, failed, aborted); its place is free again."""
 

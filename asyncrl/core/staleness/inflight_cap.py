@@ -25,6 +25,12 @@ Proof. At most ⌊(v+1+α)B⌋ groups start on versions ≤ v and are not releas
 ≤ v. So at most α·B groups cross from "started on ≤ v" to "consumed after v". A group of staleness s crosses s such
 borders, so the staleness summed over all groups is at most α·B a step. ∎
 
+**Theorem (certain).** A finished group g is among the first c ≤ B of the next batch if fewer than c groups are finished
+and before it in the order of rule 2, or unfinished with an earlier deadline.
+Proof. What is before g at the consumption was live and before g now, or unfinished and due earlier: what starts later
+has no earlier deadline than g, versions not going back, and ends later. So fewer than c ≤ B are before it. It stays
+so: a group due earlier that ends goes from the second kind to the first, and a release lowers their number. ∎
+
 α = 0: nothing starts beyond the current batch until the servers hold the new version. That is synchronous training.
 """
 
@@ -38,7 +44,7 @@ from asyncrl.core.staleness.base import StalenessSnapshot, StalenessViolation
 class InflightCap:
     """``batch`` groups a step, ratio ``alpha`` ≥ 0 (real), ``redundant`` groups beyond the need.
 
-    A call costs O(1), and the one a step that consumes sorts the finished groups.
+    A call costs O(1), but for those that look at the order: they sort the finished groups.
     """
 
     evicts = False
@@ -98,7 +104,7 @@ class InflightCap:
     def consume(self) -> tuple[list[int], list[int]] | None:
         if len(self._occupied) < self._batch or not self._later_steps_can_keep_up():
             return None
-        batch = sorted(self._occupied, key=self._occupied.__getitem__)[: self._batch]  # stable: ties as completed
+        batch = self._in_order()[: self._batch]
         if (late := self._step - self._occupied[batch[0]]) > 0:
             raise StalenessViolation(f"group {batch[0]} would be trained at step {self._step}, {late} beyond its bound")
         due = [g for table in (self._reserved, self._occupied) for g, d in table.items() if d <= self._step]
@@ -113,6 +119,19 @@ class InflightCap:
         self._step += 1
         return batch, surplus
 
+    def certain(self, count: int) -> list[int]:
+        unfinished = sorted(self._pending_by_deadline.items())
+        certain: list[int] = []
+        earlier = seen = 0
+        for group_id in self._in_order()[:count]:
+            while seen < len(unfinished) and unfinished[seen][0] < self._occupied[group_id]:
+                earlier += unfinished[seen][1]
+                seen += 1
+            if len(certain) + earlier >= count:
+                break
+            certain.append(group_id)
+        return certain
+
     def snapshot(self) -> StalenessSnapshot:
         return StalenessSnapshot(
             step=self._step,
@@ -121,6 +140,10 @@ class InflightCap:
             due=sum(n for deadline, n in self._pending_by_deadline.items() if deadline <= self._step),
             capacity=self._batch + self._ahead + self._redundant,
         )
+
+    def _in_order(self) -> list[int]:
+        """The finished groups by deadline, then as completed (sorting is stable)."""
+        return sorted(self._occupied, key=self._occupied.__getitem__)
 
     def _later_steps_can_keep_up(self) -> bool:
         """Rule 2: no deadline n + k has more than k·B + R unfinished groups before it."""

@@ -67,6 +67,11 @@ class _Queue:
         self._step += 1
         return batch, []
 
+    def certain(self, count: int) -> list[int]:
+        """The first of the queue: it is taken as soon as it holds a batch, so until then nothing is dropped from it
+        (both drop what is in it only beyond a batch), and what comes later stands behind."""
+        return list(self._occupied)[:count]
+
     def _check(self, group_id: int) -> None:
         """Raises ``StalenessViolation`` if the next step must not train this group."""
 
