@@ -85,6 +85,15 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run_dir", type=Path)
     report.set_defaults(run=_report)
 
+    view = commands.add_parser("view", help="read the episodes of a run, also while it goes on")
+    view.add_argument("run_dir", type=Path)
+    view.add_argument("episode", type=int, nargs="?", help="show this one, turn by turn; else list those that ended")
+    view.add_argument("--state", default="", metavar="S", help="list those only: consumed, filtered, surplus …")
+    view.add_argument("--task", default="", metavar="T", help="list those only whose task's id contains T")
+    view.add_argument("--last", type=int, default=20, metavar="N", help="list so many (default: 20)")
+    view.add_argument("--tokens", action="store_true", help="with an episode: each token's id, logprob and version")
+    view.set_defaults(run=_view)
+
     commands.add_parser("serve", help="serve a model: SGLang's HTTP API over the embedded engine", add_help=False)
     return parser
 
@@ -114,6 +123,23 @@ def _report(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     try:
         print(write_report(args.run_dir))
+    except RunDirError as error:
+        raise RecipeError(str(error)) from None
+    return 0
+
+
+def _view(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from rich.console import Console
+
+    from asyncrl.observe.run_dir import RunDirError
+    from asyncrl.observe.view import list_episodes, show_episode
+
+    console = Console(highlight=False)
+    try:
+        if args.episode is None:
+            list_episodes(args.run_dir, console, state=args.state, task=args.task, last=args.last)
+        else:
+            show_episode(args.run_dir, args.episode, console, tokens=args.tokens)
     except RunDirError as error:
         raise RecipeError(str(error)) from None
     return 0

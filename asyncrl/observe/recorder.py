@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Recipe
-from asyncrl.core.types import OBSERVED_VERSION, Trajectory
+from asyncrl.core.types import Trajectory
 from asyncrl.observe.run_dir import (
     EVALS,
     METRICS,
@@ -189,7 +189,7 @@ def trajectory_line(
 ) -> dict[str, Any]:
     """One line of ``trajectories.jsonl``. ``versions`` are (version, tokens) runs, from which the loss mask follows;
     ``turn_seconds`` are (waiting for a server, generating, environment); ``logprobs`` are of generated tokens;
-    ``text`` has one piece for each observed or generated stretch. ``tokens``, ``logprobs`` and ``text`` are left out
+    ``text`` has a piece for what each side said in each turn. ``tokens``, ``logprobs`` and ``text`` are left out
     without ``tokens``."""
     runs = version_runs(t.versions)
     line: dict[str, Any] = {
@@ -218,8 +218,9 @@ def trajectory_line(
     if decode is not None:
         line["text"] = text = []
         begin = 0
-        for generated, stretch in groupby(runs, key=lambda run: run[0] != OBSERVED_VERSION):
-            end = begin + sum(n for _, n in stretch)
-            text.append({"by": "policy" if generated else "env", "text": decode(line["tokens"][begin:end])})
-            begin = end
+        for turn_end in t.turn_ends or (len(t.tokens),):
+            for generated, stretch in groupby(t.loss_mask[begin:turn_end]):
+                end = begin + len(list(stretch))
+                text.append({"by": "policy" if generated else "env", "text": decode(line["tokens"][begin:end])})
+                begin = end
     return line

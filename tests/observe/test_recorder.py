@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from time import sleep
 
+import msgspec
 import pytest
 
 from asyncrl.core.types import OBSERVED_VERSION
@@ -215,6 +216,7 @@ def test_logprobs_are_rounded_to_four_digits():
 
 def test_text_has_a_piece_for_each_stretch_whoever_sampled_it():
     t = make_trajectory(versions=[3, 4, OBSERVED_VERSION, OBSERVED_VERSION, 4])
+    t = msgspec.structs.replace(t, loss_mask=array("b", [0, 0, 1, 1, 0, 0, 1]))
     line = trajectory_line(t, "consumed", 0.0, lambda ids: " ".join(map(str, ids)))
     assert line["text"] == [
         {"by": "env", "text": "0 1"},
