@@ -135,6 +135,11 @@ class Trainer(Protocol):
     async def connect(self) -> int:
         """Wait until every rank is ready (bounded); the version of its weights."""
 
+    async def feed(self, part: Batch, advantages: Sequence[Advantage]) -> bool:
+        """Begin with groups that are certain of ``part.step``'s batch, and of its first mini-batch; call it again with
+        others. True when passes were run, False when they wait for more to fill one. What was fed is used by the
+        ``train_step`` of the same step, and dropped by one of another."""
+
     async def train_step(self, batch: Batch, advantages: Sequence[Advantage]) -> StepResult:
         """Train on ``batch`` (one advantage a trajectory, in ``batch.trajectories``' order): version step → step+1."""
 

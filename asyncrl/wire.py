@@ -202,15 +202,30 @@ class TrainSequence(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class TrainReq(msgspec.Struct, kw_only=True, frozen=True):
-    """POST /train_step. Training ``step`` takes the weights from version ``step`` to ``step + 1``."""
+    """POST /train_step. Training ``step`` takes the weights from version ``step`` to ``step + 1``.
+
+    ``sequences`` are the batch in its order, without those that were fed: ``fed`` is the place of each of them in the
+    batch. Empty: whatever was fed is forgotten, and the batch is whole."""
 
     step: int
+    sequences: list[TrainSequence]
+    fed: list[int] = []
+
+
+class FeedReq(msgspec.Struct, kw_only=True, frozen=True):
+    """POST /feed: sequences that will be in ``step``'s batch, in its first mini-batch, for the trainer to begin with.
+    ``start`` of them were fed before; 0 begins anew. Answered when their passes are done (``micro_batches``, on each
+    rank), or at once if they wait for more, to fill one."""
+
+    step: int
+    start: int
     sequences: list[TrainSequence]
 
 
 class TrainReply(msgspec.Struct, kw_only=True, frozen=True):
     """Metrics of one step (``loss``, ``grad_norm``, ``lr``, ``tokens``, ``ratio_mean`` …), and the version reached.
-    Also the answer to /publish, /join_group, /save, /saved and /shutdown. With ``error`` set, nothing has changed."""
+    Also the answer to /feed, /publish, /join_group, /save, /saved and /shutdown. With ``error`` set, nothing has
+    changed."""
 
     version: int
     metrics: dict[str, float]

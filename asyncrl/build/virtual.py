@@ -93,7 +93,7 @@ async def simulated(
         )
         for i in range(len(engine.urls) or engine.count)
     ]
-    trainer = SimTrainer(sim.trainer)
+    trainer = SimTrainer(sim.trainer, recipe.trainer.ranks * recipe.trainer.micro_batch_tokens)
     envs = SimEnvs(sim.env, tasks, seed=seed, max_turns=recipe.env.max_turns)
     faults = Faults(
         schedule(sim, servers=len(engines), seed=seed), engines=engines, trainer=trainer, envs=envs, observer=checked

@@ -19,12 +19,12 @@ import msgspec
 
 from asyncrl.config import Recipe
 from asyncrl.core.advantage import Advantage
-from asyncrl.core.types import Batch
+from asyncrl.core.types import Batch, Trajectory
 from asyncrl.ports import CheckpointFailed, StepResult, TrainerError
 from asyncrl.processes import free_port
 from asyncrl.train.description import version_of
 from asyncrl.train.job import TorchrunJob
-from asyncrl.wire import JoinGroupReq, PublishReq, SaveReq, TrainerInfo, TrainReply, TrainReq, TrainSequence
+from asyncrl.wire import FeedReq, JoinGroupReq, PublishReq, SaveReq, TrainerInfo, TrainReply, TrainReq, TrainSequence
 
 T = TypeVar("T")
 
@@ -65,6 +65,9 @@ class HttpTrainer:
         self._job: TorchrunJob | None = None
         self._session: aiohttp.ClientSession | None = None
         self._info: TrainerInfo | None = None
+        self._fed_step = 0
+        self._fed: list[int] = []
+        """Ids of the trajectories that the job was fed for ``_fed_step``, in that order."""
 
     @property
     def info(self) -> TrainerInfo:
@@ -98,8 +101,18 @@ class HttpTrainer:
             )
         return self._info.version
 
+    async def feed(self, part: Batch, advantages: Sequence[Advantage]) -> bool:
+        if part.step != self._fed_step:
+            self._fed_step, self._fed = part.step, []
+        sequences = [train_sequence(t, a) for t, a in zip(part.trajectories, advantages, strict=True)]
+        request = FeedReq(step=part.step, start=len(self._fed), sequences=sequences)
+        reply = await self._command("feed", request)
+        self._fed += [trajectory.id for trajectory in part.trajectories]
+        return reply.metrics["micro_batches"] > 0
+
     async def train_step(self, batch: Batch, advantages: Sequence[Advantage]) -> StepResult:
-        reply = await self._command("train_step", train_request(batch, advantages))
+        fed, self._fed = self._fed if batch.step == self._fed_step else [], []
+        reply = await self._command("train_step", train_request(batch, advantages, fed))
         return StepResult(version=reply.version, metrics=reply.metrics)
 
     async def publish(self, version: int, transport: str, path: str = "") -> None:
@@ -176,19 +189,25 @@ class HttpTrainer:
         return msgspec.msgpack.decode(data, type=reply)
 
 
-def train_request(batch: Batch, advantages: Sequence[Advantage]) -> TrainReq:
-    """The batch as it travels: columns as the bytes of their arrays. What is not to be trained has an empty mask."""
+def train_request(batch: Batch, advantages: Sequence[Advantage], fed: Sequence[int] = ()) -> TrainReq:
+    """The batch as it travels, without the trajectories whose ids are ``fed``."""
+    trajectories = batch.trajectories
+    places = {trajectory.id: place for place, trajectory in enumerate(trajectories)} if fed else {}
+    sent = set(fed)
     return TrainReq(
         step=batch.step,
-        sequences=[
-            TrainSequence(
-                tokens=trajectory.tokens.tobytes(),
-                loss_mask=trajectory.loss_mask.tobytes() if advantage is not None else bytes(len(trajectory.loss_mask)),
-                logprobs=trajectory.logprobs.tobytes(),
-                versions=trajectory.versions.tobytes(),
-                advantage=advantage if isinstance(advantage, float) else 0.0,
-                advantages=advantage.tobytes() if isinstance(advantage, array) else b"",
-            )
-            for trajectory, advantage in zip(batch.trajectories, advantages, strict=True)
-        ],
+        sequences=[train_sequence(t, a) for t, a in zip(trajectories, advantages, strict=True) if t.id not in sent],
+        fed=[places[number] for number in fed],
+    )
+
+
+def train_sequence(trajectory: Trajectory, advantage: Advantage) -> TrainSequence:
+    """Columns as the bytes of their arrays. What is not to be trained has an empty mask."""
+    return TrainSequence(
+        tokens=trajectory.tokens.tobytes(),
+        loss_mask=trajectory.loss_mask.tobytes() if advantage is not None else bytes(len(trajectory.loss_mask)),
+        logprobs=trajectory.logprobs.tobytes(),
+        versions=trajectory.versions.tobytes(),
+        advantage=advantage if isinstance(advantage, float) else 0.0,
+        advantages=advantage.tobytes() if isinstance(advantage, array) else b"",
     )

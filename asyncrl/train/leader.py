@@ -1,6 +1,6 @@
 """Rank 0: carries the controller's commands out, with the other ranks where the model is needed.
 
-main thread ── channel ──▶ ranks 1…           train_step, publish (disk, stage), save (copies, then begins to write)
+main thread ── channel ──▶ ranks 1…           feed, train_step, publish (disk, stage), save (copies, begins to write)
 sender thread ── update group ──▶ servers     join_group, publish (collective): may run beside a train step
 checkpoint thread ── gloo ──▶ ranks 1…        what save began: may run beside both
 """
@@ -22,13 +22,22 @@ from asyncrl.train.checkpoint import WriteFailed
 from asyncrl.train.description import PREFIX, STATE
 from asyncrl.train.dump import save_batch
 from asyncrl.train.export import FolderWriter, drop_other_versions
-from asyncrl.train.rank import Gather, Rank, Save, Stop, Train
+from asyncrl.train.rank import Begin, Gather, Rank, Save, Stop, Train
 from asyncrl.train.server import Refused
 from asyncrl.train.statistics import advantage_moments
 from asyncrl.train.step import NotFinite, StepBroken
-from asyncrl.train.work import StepRefused, plan_work, token_advantages
+from asyncrl.train.work import StepRefused, plan_part, plan_work, token_advantages
 from asyncrl.weights.sender import UpdateGroup
-from asyncrl.wire import JoinGroupReq, PublishReq, SaveReq, TrainerInfo, TrainReq
+from asyncrl.wire import FeedReq, JoinGroupReq, PublishReq, SaveReq, TrainerInfo, TrainReq, TrainSequence
+
+
+class Fed:
+    """The sequences that were fed for the next step, in that order; the first ``passed`` are in the gradient."""
+
+    def __init__(self) -> None:
+        self.sequences: list[TrainSequence] = []
+        self.passed = 0
+        self.seconds = 0.0
 
 
 class Leader:
@@ -38,6 +47,7 @@ class Leader:
     def __init__(self, rank: Rank, run_dir: Path) -> None:
         self._rank = rank
         self._run_dir = run_dir
+        self._fed = Fed()
         self._staged: tuple[int, dict[str, Tensor]] = (-1, {})
         self._group: UpdateGroup | None = None
         self._checkpoint = Path()
@@ -57,11 +67,50 @@ class Leader:
 
     # --- main thread
 
-    def train_step(self, request: TrainReq) -> dict[str, float]:
-        rank, version = self._rank, self._rank.learner.version
-        if request.step != version:
-            raise Refused(f"step {request.step} cannot be trained: the weights are version {version}")
+    def feed(self, request: FeedReq) -> dict[str, float]:
+        """Take what will be in the next batch, and run its passes once it fills a micro-batch on every rank."""
+        rank = self._rank
+        self._check_step(request.step)
+        if request.start == 0:
+            self._fed = Fed()
+        fed = self._fed
+        if request.start != len(fed.sequences):
+            raise Refused(
+                f"step {request.step}: {len(fed.sequences)} sequences were fed, but the next was sent as number "
+                f"{request.start}; begin anew with 0"
+            )
         started = time.perf_counter()
+        fed.sequences += request.sequences
+        try:
+            parts = plan_part(
+                request,
+                fed.sequences[fed.passed :],
+                first=fed.passed == 0,
+                ranks=dist.get_world_size(),
+                vocabulary=rank.vocabulary,
+                hidden=rank.hidden,
+                trainer=rank.recipe.trainer,
+                algorithm=rank.recipe.algorithm,
+            )
+        except StepRefused as error:
+            self._fed = Fed()
+            raise Refused(str(error)) from error
+        if parts is None:
+            return {"micro_batches": 0.0}
+        rank.channel.send([msgspec.msgpack.encode(Begin(part=part)) for part in parts])
+        rank.learner.begin(parts[0])
+        fed.passed = len(fed.sequences)
+        fed.seconds += time.perf_counter() - started
+        return {"micro_batches": float(len(parts[0].micro_batches))}
+
+    def train_step(self, request: TrainReq) -> dict[str, float]:
+        rank = self._rank
+        self._check_step(request.step)
+        started = time.perf_counter()
+        fed, self._fed = self._fed, Fed()
+        if not request.fed:
+            fed = Fed()  # what was fed was of a controller that has gone
+        request = _assembled(request, fed)
         try:
             works = plan_work(
                 request,
@@ -70,6 +119,7 @@ class Leader:
                 hidden=rank.hidden,
                 trainer=rank.recipe.trainer,
                 algorithm=rank.recipe.algorithm,
+                done=frozenset(request.fed[: fed.passed]),
             )
             rank.channel.send([msgspec.msgpack.encode(Train(work=work)) for work in works])
             metrics = rank.learner.step(works[0])
@@ -79,7 +129,7 @@ class Leader:
             raise StepBroken(f"{error}{self._kept(request, error)}") from error
         except StepRefused as error:
             raise Refused(str(error)) from error
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - started + fed.seconds
         tokens = sum(len(s.tokens) // 4 for s in request.sequences)
         metrics |= advantage_moments([token_advantages(s) for s in request.sequences])
         return metrics | {
@@ -87,7 +137,13 @@ class Leader:
             "tokens": float(tokens),
             "sequences": float(len(request.sequences)),
             "tokens_per_second": tokens / seconds,
+            "streamed_sequences": float(fed.passed),
+            "streamed_seconds": fed.seconds,
         }
+
+    def _check_step(self, step: int) -> None:
+        if step != (version := self._rank.learner.version):
+            raise Refused(f"step {step} cannot be trained: the weights are version {version}")
 
     def _kept(self, request: TrainReq, error: Exception) -> str:
         try:
@@ -220,6 +276,20 @@ class Leader:
         if group is not None:
             with suppress(RuntimeError):  # it may be broken already
                 group.close()
+
+
+def _assembled(request: TrainReq, fed: Fed) -> TrainReq:
+    """The request with the whole batch. Raises ``Refused``."""
+    places = dict(zip(request.fed, fed.sequences, strict=False))
+    count = len(request.sequences) + len(request.fed)
+    if not len(places) == len(request.fed) == len(fed.sequences) or not all(0 <= i < count for i in places):
+        raise Refused(
+            f"step {request.step}: {len(fed.sequences)} sequences were fed, but the batch has places for "
+            f"{len(request.fed)} of them; send the batch whole"
+        )
+    others = iter(request.sequences)
+    sequences = [places[i] if i in places else next(others) for i in range(count)]
+    return msgspec.structs.replace(request, sequences=sequences)
 
 
 def _first_line(error: BaseException) -> str:

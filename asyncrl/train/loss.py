@@ -321,16 +321,23 @@ def interpolated(logprobs: Tensor, behaviour: Tensor, staleness: Tensor) -> Tens
     return torch.lerp(behaviour, logprobs.detach(), alpha.to(behaviour.dtype))
 
 
-def token_weights(generated: list[int], aggregation: str) -> list[float]:
+def token_weights(generated: list[int], aggregation: str, total: int | None = None) -> list[float]:
     """Weight of each token of a sequence, from the number of trained tokens per sequence of the *whole* batch.
 
     ``token_mean``: 1 / all tokens (DAPO §3.3). ``sequence_mean``: 1 / (sequences × tokens of this one); sequences
-    without trained tokens do not count. The weights of all tokens of a batch sum to 1.
+    without trained tokens do not count. The weights of all tokens of a batch sum to 1. With ``total`` = 1 they are
+    those of a part of a batch, but for the factor 1 / ``batch_total``, which only the whole batch knows.
     """
-    tokens = sum(generated)
-    sequences = sum(1 for n in generated if n)
+    total = batch_total(generated, aggregation) if total is None else total
     if aggregation == "token_mean":
-        return [1.0 / tokens if n else 0.0 for n in generated]
+        return [1.0 / total if n else 0.0 for n in generated]
+    return [1.0 / (total * n) if n else 0.0 for n in generated]
+
+
+def batch_total(generated: list[int], aggregation: str) -> int:
+    """What the mean is over: all tokens, or all sequences that have some."""
+    if aggregation == "token_mean":
+        return sum(generated)
     if aggregation == "sequence_mean":
-        return [1.0 / (sequences * n) if n else 0.0 for n in generated]
+        return sum(1 for n in generated if n)
     raise ValueError(f"algorithm.aggregation: unknown {aggregation!r}; known are token_mean, sequence_mean")

@@ -21,13 +21,19 @@ from asyncrl.train.checkpoint import Checkpoints
 from asyncrl.train.loss import LOSSES, check_loss
 from asyncrl.train.model import ModelError, Policy
 from asyncrl.train.step import Learner
-from asyncrl.train.work import StepRefused, Work
+from asyncrl.train.work import Part, StepRefused, Work
 
 
 class Train(Record, frozen=True, kw_only=True, tag=True):
     """To a rank: train this share of the batch."""
 
     work: Work
+
+
+class Begin(Record, frozen=True, kw_only=True, tag=True):
+    """To a rank: run the passes of this part of a batch that is not complete."""
+
+    part: Part
 
 
 class Gather(Record, frozen=True, kw_only=True, tag=True):
@@ -94,10 +100,12 @@ class Rank:
     def follow(self) -> None:
         """Ranks other than 0: do what rank 0 says, until it says stop."""
         while True:
-            match msgspec.msgpack.decode(self.channel.receive(), type=Train | Gather | Save | Stop):
+            match msgspec.msgpack.decode(self.channel.receive(), type=Train | Begin | Gather | Save | Stop):
                 case Train(work=work):
                     with suppress(StepRefused):  # rank 0 reports it
                         self.learner.step(work)
+                case Begin(part=part):
+                    self.learner.begin(part)
                 case Gather():
                     for _ in self.gather(keep=False):
                         pass

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
-from asyncrl.wire import JoinGroupReq, PublishReq, SaveReq, TrainerInfo, TrainReply, TrainReq
+from asyncrl.wire import FeedReq, JoinGroupReq, PublishReq, SaveReq, TrainerInfo, TrainReply, TrainReq
 
 MAX_BODY = 2**34
 """Largest request in bytes: a batch of a thousand million tokens."""
@@ -35,6 +35,7 @@ class Commands(Protocol):
     """What the endpoints of the same names do. Each returns metrics, or raises ``Refused``."""
 
     def info(self) -> TrainerInfo: ...
+    def feed(self, request: FeedReq) -> dict[str, float]: ...
     def train_step(self, request: TrainReq) -> dict[str, float]: ...
     def publish(self, request: PublishReq) -> dict[str, float]: ...
     def broadcast(self, request: PublishReq) -> dict[str, float]: ...
@@ -77,6 +78,7 @@ class Server:
     async def _serve(self, listener: socket.socket) -> None:
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_get("/health", self._health)
+        app.router.add_post("/feed", self._feed)
         app.router.add_post("/train_step", self._train_step)
         app.router.add_post("/publish", self._publish)
         app.router.add_post("/join_group", self._join_group)
@@ -91,6 +93,9 @@ class Server:
 
     async def _health(self, _: web.Request) -> web.Response:
         return _response(self._commands.info())
+
+    async def _feed(self, request: web.Request) -> web.Response:
+        return await self._on_main(self._commands.feed, await _body(request, FeedReq))
 
     async def _train_step(self, request: web.Request) -> web.Response:
         return await self._on_main(self._commands.train_step, await _body(request, TrainReq))

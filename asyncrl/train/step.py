@@ -2,6 +2,10 @@
 
 Collective: every rank runs the same passes in the same order. Of one batch, each mini-batch is one update, gone through
 ``epochs`` times; all updates together take the weights from version n to n + 1, and staleness is counted in versions.
+
+Streaming: what is certain of the first mini-batch may be gone through before the rest of it is there (``begin``). The
+gradient of a mean is the gradient of the sum divided by what the mean is over, which is known in the end; so parts add
+up sums, and ``step`` scales them and adds the rest.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import math
 import time
 from collections.abc import Sequence
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,7 +27,7 @@ from asyncrl.core.types import Record
 from asyncrl.train import statistics
 from asyncrl.train.loss import LOSSES, LossFunction, Tokens, interpolated, policy_loss
 from asyncrl.train.model import Policy
-from asyncrl.train.work import Packed, StepRefused, Work, pack
+from asyncrl.train.work import Packed, Part, Share, StepRefused, Work, pack
 
 
 class NotFinite(StepRefused):
@@ -50,6 +55,25 @@ class Seconds:
         self.prepare = self.forward = self.backward = self.optimizer = 0.0
 
 
+class Totals:
+    """What passes have added up on this rank; their gradient is in ``.grad``."""
+
+    def __init__(self) -> None:
+        self.loss = torch.zeros(1, dtype=torch.float64)
+        self.sums, self.maxima = statistics.empty()
+
+
+class Begun:
+    """The parts of a step that is not complete."""
+
+    def __init__(self) -> None:
+        self.totals = Totals()
+        self.seconds = Seconds()
+        self.micro_batches = 0
+        self.batches: list[Prepared] = []
+        """Kept only where they are gone through again."""
+
+
 class Learner:
     """One rank's policy and optimiser. ``control`` is a gloo group of all ranks, for statistics. ``loss`` is the
     recipe's, or a user's own; ``reference`` the frozen model that a KL term needs."""
@@ -67,6 +91,7 @@ class Learner:
     ) -> None:
         self.policy = policy
         self.version = 0
+        self._begun = Begun()
         self._trainer = trainer
         self._algorithm = algorithm
         self._device = device
@@ -91,6 +116,37 @@ class Learner:
         warm = min(1.0, (self.version + 1) / (self._trainer.warmup_steps + 1))
         return self._trainer.learning_rate * warm
 
+    def begin(self, part: Part) -> None:
+        """The passes of sequences that will be in the next step's first mini-batch. A collective. ``step`` takes what
+        they gave into its first update, or drops it."""
+        if part.first:
+            self._drop()
+        begun = self._begun
+        started = time.perf_counter()
+        batches = self._prepare(part.micro_batches, part.step, several=self._algorithm.epochs > 1)
+        begun.seconds.prepare += time.perf_counter() - started
+        self._pass(batches, begun.totals, begun.seconds)
+        begun.micro_batches += len(batches)
+        if self._algorithm.epochs > 1:
+            begun.batches += batches
+
+    def _drop(self) -> None:
+        self.optimizer.zero_grad()
+        self._begun = Begun()
+
+    def _take(self, scale: float) -> Begun:
+        """What was begun of this step, as part of its first mini-batch's mean."""
+        if not scale:
+            self._drop()
+        begun, self._begun = self._begun, Begun()
+        if begun.micro_batches:
+            for parameter in self.policy.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+            begun.totals.loss *= scale
+            begun.batches = [_scaled(prepared, scale) for prepared in begun.batches]
+        return begun
+
     def step(self, work: Work) -> dict[str, float]:
         """Train one batch: version + 1. A collective; every rank returns the same metrics, but for its seconds.
 
@@ -98,10 +154,11 @@ class Learner:
         update's loss or gradient is not finite, and nothing has changed; ``StepBroken`` when a later one's is not.
         """
         started = time.perf_counter()
-        seconds = Seconds()
+        begun = self._take(work.scale)
+        seconds, totals = begun.seconds, begun.totals
         count = len(work.updates) * self._algorithm.epochs
-        updates = self._prepare(work, several=count > 1)
-        seconds.prepare = time.perf_counter() - started
+        updates = [self._prepare(update, work.step, several=count > 1) for update in work.updates]
+        seconds.prepare += time.perf_counter() - started
         rate = self.learning_rate
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -110,7 +167,9 @@ class Learner:
         norms: list[float] = []
         for _ in range(self._algorithm.epochs):
             for update in updates:
-                loss, norm, part, largest = self._accumulate(update, seconds)
+                self._pass(update, totals, seconds)
+                loss, norm, part, largest = self._gradient(totals)
+                totals = Totals()
                 self._demand_finite(loss, norm, len(losses), count)
                 began = time.perf_counter()
                 clip_grads_with_norm_(list(self.policy.parameters()), self._trainer.grad_clip, norm)
@@ -120,13 +179,15 @@ class Learner:
                 sums, maxima = sums + part, torch.maximum(maxima, largest)
                 losses.append(loss)
                 norms.append(float(norm))
+            updates[0] = begun.batches + updates[0]
+            begun.batches = []
         self.version += 1
         return statistics.summarise(sums, maxima) | {
             "loss": math.fsum(losses) / count,
             "grad_norm": math.fsum(norms) / count,
             "lr": rate,
             "updates": float(count),
-            "micro_batches": float(sum(map(len, work.updates))),
+            "micro_batches": float(sum(map(len, work.updates)) + begun.micro_batches),
             "prepare_seconds": seconds.prepare,
             "forward_seconds": seconds.forward,
             "backward_seconds": seconds.backward,
@@ -134,36 +195,30 @@ class Learner:
             "seconds": time.perf_counter() - started,
         }
 
-    def _prepare(self, work: Work, several: bool) -> list[list[Prepared]]:
+    def _prepare(self, micro_batches: Sequence[Sequence[Share]], step: int, several: bool) -> list[Prepared]:
         """Pack, and ask the frozen policies: the reference, and the policy as it is before the first of ``several``
         updates. In the first update π_prox is π_θ itself, which the training pass computes anyway."""
         algorithm = self._algorithm
         proximal = several and algorithm.proximal == "recompute" and algorithm.uses_proximal
-        updates = []
-        for update in work.updates:
-            batches = [pack(shares, work.step, self._device) for shares in update]
-            updates.append(
-                [
-                    Prepared(
-                        batch=batch,
-                        proximal=_logprobs(self.policy, batch) if proximal else None,
-                        reference=None if self._reference is None else _logprobs(self._reference, batch),
-                    )
-                    for batch in batches
-                ]
+        batches = [pack(shares, step, self._device) for shares in micro_batches]
+        prepared = [
+            Prepared(
+                batch=batch,
+                proximal=_logprobs(self.policy, batch) if proximal else None,
+                reference=None if self._reference is None else _logprobs(self._reference, batch),
             )
+            for batch in batches
+        ]
         if isinstance(self._reference, FSDPModule):
             # FSDP keeps the root's parameters whole for a backward that will not come.
             self._reference.reshard()
-        return updates
+        return prepared
 
-    def _accumulate(self, update: Sequence[Prepared], seconds: Seconds) -> tuple[float, Tensor, Tensor, Tensor]:
-        """Gradients of a whole mini-batch into ``.grad``; its loss, the gradient's norm, and its statistics."""
-        sums, maxima = statistics.empty()
-        loss_sum = torch.zeros(1, dtype=torch.float64)
+    def _pass(self, batches: Sequence[Prepared], totals: Totals, seconds: Seconds) -> None:
+        """Forward and backward of each: gradients into ``.grad``, everything else into ``totals``."""
         # FSDP averages gradients over the ranks; the batch's loss is their sum.
         ranks = dist.get_world_size()
-        for prepared in update:
+        for prepared in batches:
             began = time.perf_counter()
             batch = prepared.batch
             logprobs, entropy = self.policy(batch.tokens, batch.layout, batch.positions, batch.targets)
@@ -181,14 +236,18 @@ class Learner:
             loss, per_token, rejected = policy_loss(tokens, self._loss, self._algorithm)
             if batch.real:
                 part, largest = statistics.measure(tokens, per_token, rejected, self._algorithm.importance_cap)
-                sums, maxima = sums + part, torch.maximum(maxima, largest)
-                loss_sum += loss.detach().double().cpu()
+                totals.sums, totals.maxima = totals.sums + part, torch.maximum(totals.maxima, largest)
+                totals.loss += loss.detach().double().cpu()
             turned = time.perf_counter()
             (loss * ranks).backward()
             seconds.forward += turned - began
             seconds.backward += time.perf_counter() - turned
-        added = torch.cat([loss_sum, sums])
+
+    def _gradient(self, totals: Totals) -> tuple[float, Tensor, Tensor, Tensor]:
+        """Of a whole mini-batch, over the ranks: its loss, the norm of its gradient, and its statistics."""
+        added = torch.cat([totals.loss, totals.sums])
         dist.all_reduce(added, group=self._control)
+        maxima = totals.maxima
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self._control)
         norm = get_total_norm([p.grad for p in self.policy.parameters() if p.grad is not None])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -212,6 +271,11 @@ class Learner:
         if done:
             raise StepBroken(f"{what} after {done} of them were made: {remedy}")
         raise NotFinite(f"{what}; the weights are unchanged: {remedy}")
+
+
+def _scaled(prepared: Prepared, scale: float) -> Prepared:
+    replace = msgspec.structs.replace
+    return replace(prepared, batch=replace(prepared.batch, weights=prepared.batch.weights * scale))
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ micro-batches and the number of ranks change only the order of additions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -19,8 +19,8 @@ from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.core.packing import plan
 from asyncrl.core.types import Record
 from asyncrl.train.attention import Layout
-from asyncrl.train.loss import token_weights
-from asyncrl.wire import TrainReq, TrainSequence
+from asyncrl.train.loss import batch_total, token_weights
+from asyncrl.wire import FeedReq, TrainReq, TrainSequence
 
 
 class StepRefused(Exception):
@@ -36,16 +36,35 @@ class Share(Record, frozen=True, kw_only=True):
 
 class Work(Record, frozen=True, kw_only=True):
     """One rank's part of a step: for each update (mini-batch) its packed micro-batches, as many as on every other
-    rank. ``step`` is the version being trained."""
+    rank. ``step`` is the version being trained. Where a ``Part`` or more of the first mini-batch was trained before,
+    ``scale`` is what their sums are multiplied by to be parts of its mean; 0: there is none that counts."""
 
     step: int
     updates: list[list[list[Share]]]
+    scale: float = 0.0
+
+
+class Part(Record, frozen=True, kw_only=True):
+    """One rank's micro-batches of some of the first mini-batch's sequences, before the others are known: weights are
+    those of a sum. ``first``: what was there of a step before is to be forgotten."""
+
+    step: int
+    micro_batches: list[list[Share]]
+    first: bool
 
 
 def plan_work(
-    request: TrainReq, *, ranks: int, vocabulary: int, hidden: int, trainer: TrainerConfig, algorithm: AlgorithmConfig
+    request: TrainReq,
+    *,
+    ranks: int,
+    vocabulary: int,
+    hidden: int,
+    trainer: TrainerConfig,
+    algorithm: AlgorithmConfig,
+    done: Collection[int] = (),
 ) -> list[Work]:
-    """Deal a batch out to the ranks. Raises ``StepRefused`` for a sequence that cannot be trained.
+    """Deal a batch out to the ranks. ``done`` are the sequences that were trained in parts: they count in the mean of
+    their mini-batch, which has to be the first. Raises ``StepRefused`` for a sequence that cannot be trained.
 
     Mini-batches are stretches of the batch in its order, of equal numbers of sequences or one more; one without any
     trained token is no update. Sequences whose advantages are all 0 (a group of equal rewards) keep their place in the
@@ -56,20 +75,68 @@ def plan_work(
     generated = [int(mask.sum()) for mask, _ in columns]
     if not any(generated):
         raise StepRefused(f"step {request.step}: the batch has no generated token; check the environment's loss masks")
-    regularised = algorithm.kl_coef > 0 or algorithm.entropy_coef > 0
     updates: list[list[list[list[Share]]]] = []
     cuts = [len(generated) * k // algorithm.mini_batches for k in range(algorithm.mini_batches + 1)]
+    if any(i >= cuts[1] for i in done):
+        raise StepRefused(f"step {request.step}: a sequence was trained early that is not of the first mini-batch")
+    scale = (
+        1.0 / batch_total(generated[: cuts[1]], algorithm.aggregation) if done and any(generated[: cuts[1]]) else 0.0
+    )
     for start, end in pairwise(cuts):
         if not any(generated[start:end]):
             continue
         weights = token_weights(generated[start:end], algorithm.aggregation)
-        kept = [i for i in range(start, end) if generated[i] and (regularised or columns[i][1].any())]
-        # The last trained token is only ever a target, and nothing after it matters.
-        lengths = [int(np.flatnonzero(columns[i][0])[-1]) for i in kept]
-        shares = [Share(sequence=request.sequences[i], weight=weights[i - start]) for i in kept]
-        dealt = plan(lengths, ranks, trainer.micro_batch_tokens, 1 / (12 * hidden))
-        updates.append([[[shares[i] for i in micro] for micro in rank] for rank in dealt])
-    return [Work(step=request.step, updates=[update[rank] for update in updates]) for rank in range(ranks)]
+        kept = [i for i in range(start, end) if _has_gradient(columns[i], algorithm)]
+        left = [i for i in kept if i not in done]
+        shares = [Share(sequence=request.sequences[i], weight=weights[i - start]) for i in left]
+        # With nothing to train at all, a dummy is: there must be a gradient to step on.
+        dealt = _deal(shares, ranks, hidden, trainer) if left or not kept else [[] for _ in range(ranks)]
+        updates.append(dealt)
+    return [Work(step=request.step, updates=[update[rank] for update in updates], scale=scale) for rank in range(ranks)]
+
+
+def plan_part(
+    request: FeedReq,
+    sequences: Sequence[TrainSequence],
+    *,
+    first: bool,
+    ranks: int,
+    vocabulary: int,
+    hidden: int,
+    trainer: TrainerConfig,
+    algorithm: AlgorithmConfig,
+) -> list[Part] | None:
+    """Deal ``sequences``, which were fed up to ``request``, out to the ranks; None while they do not fill a micro-batch
+    on each of them, as the passes would be many and small. Raises ``StepRefused`` as ``plan_work`` does."""
+    first_number = request.start + len(request.sequences) - len(sequences)
+    columns = [_check(number, sequence, vocabulary) for number, sequence in enumerate(sequences, first_number)]
+    weights = token_weights([int(mask.sum()) for mask, _ in columns], algorithm.aggregation, 1)
+    shares = [
+        Share(sequence=sequence, weight=weight)
+        for sequence, weight, column in zip(sequences, weights, columns, strict=True)
+        if _has_gradient(column, algorithm)
+    ]
+    if sum(map(_length, shares)) < ranks * trainer.micro_batch_tokens:
+        return None
+    dealt = _deal(shares, ranks, hidden, trainer)
+    return [Part(step=request.step, micro_batches=dealt[rank], first=first) for rank in range(ranks)]
+
+
+def _has_gradient(column: tuple[NDArray[np.int8], NDArray[np.float32]], algorithm: AlgorithmConfig) -> bool:
+    mask, advantages = column
+    regularised = algorithm.kl_coef > 0 or algorithm.entropy_coef > 0
+    return bool(mask.any() and (regularised or advantages.any()))
+
+
+def _length(share: Share) -> int:
+    """Tokens of the forward pass: the last trained token is only ever a target, and nothing after it matters."""
+    return int(np.flatnonzero(np.frombuffer(share.sequence.loss_mask, "i1"))[-1])
+
+
+def _deal(shares: Sequence[Share], ranks: int, hidden: int, trainer: TrainerConfig) -> list[list[list[Share]]]:
+    """The micro-batches of each rank."""
+    dealt = plan([_length(share) for share in shares], ranks, trainer.micro_batch_tokens, 1 / (12 * hidden))
+    return [[[shares[i] for i in micro] for micro in rank] for rank in dealt]
 
 
 def token_advantages(sequence: TrainSequence) -> NDArray[np.float32]:
