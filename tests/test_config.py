@@ -173,6 +173,8 @@ IMPOSSIBLE = [
     ("trainer.threads", 0),
     ("trainer.learning_rate", 0.0),
     ("trainer.warmup_steps", -1),
+    ("trainer.lora_rank", -1),
+    ("trainer.lora_alpha", 0),
     ("trainer.weight_decay", -0.1),
     ("trainer.betas", [0.9, 1.0]),
     ("trainer.grad_clip", 0.0),

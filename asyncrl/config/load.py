@@ -92,6 +92,7 @@ def check(recipe: Recipe) -> None:
         "trainer.ranks": t.ranks,
         "trainer.threads": t.threads,
         "trainer.micro_batch_tokens": t.micro_batch_tokens,
+        "trainer.lora_alpha": t.lora_alpha,
         "run.steps": recipe.run.steps,
         "weights.bucket_mb": recipe.weights.bucket_mb,
     }
@@ -117,6 +118,7 @@ def check(recipe: Recipe) -> None:
         "engine.retries": e.retries,
         "engine.stream_interval": e.stream_interval,
         "trainer.warmup_steps": t.warmup_steps,
+        "trainer.lora_rank": t.lora_rank,
         "trainer.weight_decay": t.weight_decay,
     }
     not_negative |= {

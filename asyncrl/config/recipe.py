@@ -171,6 +171,12 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     micro_batch_tokens: int = 8192
     """Token budget of one packed forward and backward pass on one rank."""
     activation_checkpointing: bool = False
+    lora_rank: int = 0
+    """r > 0: only low-rank adapters of this rank are trained (peft); servers get them merged into the weights."""
+    lora_alpha: int = 32
+    """The adapters' part of a weight is lora_alpha / lora_rank · B·A."""
+    lora_targets: list[str] = []
+    """Names of the linear layers with adapters, as ``q_proj``. Empty: all but the output layer."""
     connect_timeout_s: float = 300.0
     step_timeout_s: float = 3600.0
 

@@ -44,6 +44,7 @@ from asyncrl.train.description import (
     write,
 )
 from asyncrl.train.export import crc32
+from asyncrl.train.lora import is_factor
 from asyncrl.train.step import Learner
 
 
@@ -132,7 +133,7 @@ class Checkpoints:
                 load(state, storage_reader=FileSystemReader(folder), process_group=self._alone)
             except CheckpointException as error:
                 raise OSError(_cause(error)) from error
-            yield name, state[f"model.{name}"].to(dtype)
+            yield name, state[f"model.{name}"] if is_factor(name) else state[f"model.{name}"].to(dtype)
 
     def load(self, checkpoint: Path) -> None:
         """Take on the state in folder ``checkpoint``, at its version. A collective. Raises ``CheckpointError`` on every

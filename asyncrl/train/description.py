@@ -51,6 +51,8 @@ def settings(recipe: Recipe, model: Path) -> dict[str, Any]:
         "trainer.betas": recipe.trainer.betas,
         "trainer.weight_decay": recipe.trainer.weight_decay,
     }
+    if recipe.trainer.lora_rank:
+        kept |= {f"trainer.{key}": getattr(recipe.trainer, key) for key in ("lora_rank", "lora_alpha", "lora_targets")}
     config = msgspec.json.decode((model / "config.json").read_bytes(), type=dict[str, Any])
     kept |= {f"model.path: {key}": value for key, value in _flat(config) if key.split(".")[-1] not in IGNORED}
     return msgspec.json.decode(msgspec.json.encode(kept), type=dict[str, Any])  # as it reads back

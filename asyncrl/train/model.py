@@ -22,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.core.manifest import Manifest, TensorInfo
-from asyncrl.train import attention
+from asyncrl.train import attention, lora
 from asyncrl.train.attention import Layout
 
 LOGIT_ELEMENTS = 2**26
@@ -36,7 +36,7 @@ class ModelError(Exception):
 class Policy(nn.Module):
     """A causal language model seen as a map from packed tokens to the logprobs of chosen next tokens.
 
-    ``entropy_gradient``: the entropy is to be differentiated too, for a bonus on it.
+    ``entropy_gradient``: the entropy is to be differentiated too, for a bonus on it. ``lora_scale``: α/r of adapters.
     """
 
     def __init__(self, lm: PreTrainedModel, temperature: float) -> None:
@@ -44,6 +44,7 @@ class Policy(nn.Module):
         self.lm = lm
         self.temperature = temperature
         self.entropy_gradient = False
+        self.lora_scale = 0.0
 
     def forward(self, tokens: Tensor, layout: Layout, positions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability of each of ``targets`` ``[n]`` after the row position of the same rank in ``positions``
@@ -176,7 +177,8 @@ def gather(
 
     def whole() -> Iterator[tuple[str, Tensor]]:
         for name, parameter in named_parameters(policy):
-            part = parameter.detach().to(dtype)
+            part = parameter.detach()
+            part = part if lora.is_factor(name) else part.to(dtype)
             yield name, part.full_tensor() if isinstance(part, DTensor) else part
 
     return in_buckets(policy, weights, limit, keep, whole())
@@ -186,10 +188,11 @@ def in_buckets(
     policy: Policy, weights: Manifest, limit: int, keep: bool, parameters: Iterable[tuple[str, Tensor]]
 ) -> Iterator[dict[str, Tensor]]:
     """Whole ``parameters`` in the policy's order, as the buckets of ``gather``. Does not look at the policy's own."""
+    dtype: torch.dtype = getattr(torch, weights.tensors[0].dtype)
     buckets = iter(weights.buckets(limit))
     wanted: set[str] = set()
     bucket: dict[str, Tensor] = {}
-    for name, parameter in parameters:
+    for name, parameter in lora.merged(parameters, policy.lora_scale, dtype):
         for saved, tensor in revert_weight_conversion(policy.lm, {name: parameter}).items():
             if not wanted:
                 wanted = {t.name for t in next(buckets)}

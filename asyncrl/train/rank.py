@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from asyncrl.config import Recipe
 from asyncrl.core.types import Record
 from asyncrl.loading import load_own
-from asyncrl.train import model
+from asyncrl.train import lora, model
 from asyncrl.train.channel import Channel
 from asyncrl.train.checkpoint import Checkpoints
 from asyncrl.train.loss import LOSSES, check_loss
@@ -68,6 +68,9 @@ class Rank:
         self.vocabulary: int = policy.lm.config.get_text_config().vocab_size
         self.hidden: int = policy.lm.config.get_text_config().hidden_size
         self.parameters = sum(p.numel() for p in policy.parameters())
+        if recipe.trainer.lora_rank:
+            lora.inject(policy.lm, recipe.trainer, self.dtype, recipe.seed)
+            policy.lora_scale = recipe.trainer.lora_alpha / recipe.trainer.lora_rank
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         model.shard(policy, mesh, self.dtype, recipe.trainer.activation_checkpointing)
         reference = None
