@@ -5,8 +5,20 @@ What a user imports. General layout, bottom to top (DESIGN in README.md): ``core
 ``weights``, ``sim``, ``envs`` and ``observe`` are worlds and adapters; ``build`` wires them; ``cli`` starts them.
 """
 
-from asyncrl.env import Action, Env, EnvDown, Observation, Response, Step, Task, ToolCall
+from asyncrl.env import Action, Cost, Env, EnvDown, Observation, Response, Step, SyncEnv, Task, ToolCall
 
-__all__ = ["Action", "Env", "EnvDown", "Observation", "Response", "Step", "Task", "ToolCall", "__version__"]
+__all__ = [
+    "Action",
+    "Cost",
+    "Env",
+    "EnvDown",
+    "Observation",
+    "Response",
+    "Step",
+    "SyncEnv",
+    "Task",
+    "ToolCall",
+    "__version__",
+]
 
 __version__ = "0.1.0"

@@ -12,16 +12,31 @@
 An ``Env`` object lives for one episode at a time and is never shared. Deadlines, retries, truncation and the ledger are
 the runtime's; whatever a method raises becomes a failed trajectory with that reason, never the end of the run. What is
 the machine's fault and not the task's (a sandbox that did not start, a service that is down) is raised as ``EnvDown``.
+
+An engine that blocks is a ``SyncEnv``: the same three methods as plain functions, played in worker processes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from asyncrl.core.types import Record, Task
 
-__all__ = ["Action", "Env", "EnvDown", "Message", "Observation", "Response", "Step", "Task", "Tool", "ToolCall"]
+__all__ = [
+    "Action",
+    "Cost",
+    "Env",
+    "EnvDown",
+    "Message",
+    "Observation",
+    "Response",
+    "Step",
+    "SyncEnv",
+    "Task",
+    "Tool",
+    "ToolCall",
+]
 
 Message = Mapping[str, Any]
 """A chat message: ``{"role": "user", "content": "…"}``."""
@@ -78,8 +93,25 @@ class Step(Record, frozen=True, kw_only=True):
     metrics: Mapping[str, float] = {}
 
 
+class Cost(Record, frozen=True, kw_only=True):
+    """What one environment object takes. ``per_process`` live ones may share a worker process (a ``SyncEnv``'s only);
+    ``memory_mb`` of one counts towards the recipe's ``env.memory_mb``, 0: nothing worth counting. An object's first
+    reset may take ``startup_s`` longer than ``env.reset_timeout_s``."""
+
+    per_process: int = 1
+    memory_mb: int = 0
+    startup_s: float = 0.0
+
+
 class Env:
-    """Base class. Keyword arguments of ``__init__`` come from the recipe's ``env.kwargs``."""
+    """Base class. Keyword arguments of ``__init__`` come from the recipe's ``env.kwargs``.
+
+    ``reusable``: an object serves one episode after another, ``reset`` again without a ``close`` in between; it is
+    closed at the end of its life, or after an episode that failed or was cut short.
+    """
+
+    cost: ClassVar[Cost] = Cost()
+    reusable: ClassVar[bool] = False
 
     async def reset(self, task: Task) -> Observation | str:
         """Begin an episode of ``task``; the first prompt."""
@@ -90,4 +122,28 @@ class Env:
         raise NotImplementedError(f"{type(self).__name__} must define step(action)")
 
     async def close(self) -> None:
-        """Free what the episode holds. Called once after every episode, also after a failure or a cancellation."""
+        """Free what the episode holds. Called once after every episode (see ``reusable``), also after a failure or a
+        cancellation."""
+
+
+class SyncEnv:
+    """``Env`` with plain methods, for engines that block, crash or are not thread-safe.
+
+    Objects live in worker processes, ``cost.per_process`` in each, and calls into one process come one after another.
+    A call that misses its deadline costs its process, which is killed and replaced; so does a crash.
+    """
+
+    cost: ClassVar[Cost] = Cost()
+    reusable: ClassVar[bool] = False
+
+    def reset(self, task: Task) -> Observation | str:
+        """As ``Env.reset``."""
+        raise NotImplementedError(f"{type(self).__name__} must define reset(task)")
+
+    def step(self, action: Action) -> Step:
+        """As ``Env.step``."""
+        raise NotImplementedError(f"{type(self).__name__} must define step(action)")
+
+    def close(self) -> None:
+        """As ``Env.close``. Not called where the process was killed: what outlives a process (a container, a remote
+        session) needs a limit of its own."""

@@ -18,40 +18,55 @@ import msgspec
 
 from asyncrl.config import EnvConfig, RecipeError
 from asyncrl.core.types import Task
-from asyncrl.env import Env
+from asyncrl.env import Cost, Env, SyncEnv
 from asyncrl.envs.single_turn import SingleTurn
 from asyncrl.runtime.reward import RewardFunction
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
-    """How to make an ``Env``, the reward function if the recipe names one, and the keys that its rows must have."""
+    """How to make an ``Env``, or a ``SyncEnv``; the reward function if the recipe names one, and the keys that its rows
+    must have. ``kind`` is the class."""
 
-    make: Callable[[], Env]
-    reward: RewardFunction | None
+    kind: type[Env] | type[SyncEnv]
+    make: Callable[[], Env] | None = None
+    make_sync: Callable[[], SyncEnv] | None = None
+    reward: RewardFunction | None = None
     required: tuple[str, ...] = ()
 
 
 def load_environment(config: EnvConfig) -> Environment:
     """The class or function that ``env.target`` names. Raises ``RecipeError``."""
     target, name = _load("env.target", config.target, "Class")
-    if inspect.isclass(target) and issubclass(target, Env):
+    if inspect.isclass(target) and issubclass(target, (Env, SyncEnv)):
+        is_sync = issubclass(target, SyncEnv)
+        base, how = (SyncEnv, "def") if is_sync else (Env, "async def")
         for method in ("reset", "step", "close"):
-            if not inspect.iscoroutinefunction(getattr(target, method)):
-                raise RecipeError(f"env.target: {name}.{method} must be `async def`")
-            if method != "close" and getattr(target, method) is getattr(Env, method):
-                raise RecipeError(f"env.target: {name} must define `async def {method}`")
+            if inspect.iscoroutinefunction(getattr(target, method)) == is_sync:
+                raise RecipeError(f"env.target: {name}.{method} must be `{how}`")
+            if method != "close" and getattr(target, method) is getattr(base, method):
+                raise RecipeError(f"env.target: {name} must define `{how} {method}`")
+        if not isinstance(target.cost, Cost) or target.cost.per_process < 1:
+            raise RecipeError(f"env.target: {name}.cost must be an asyncrl.Cost with per_process of at least 1")
         try:
             inspect.signature(target).bind(**config.kwargs)
         except TypeError as error:
             raise RecipeError(f"env.kwargs: {name} cannot be made with them: {error}") from None
-        return Environment(make=lambda: target(**config.kwargs), reward=None)
+
+        def make() -> Any:
+            return target(**config.kwargs)
+
+        return Environment(kind=target, make_sync=make) if is_sync else Environment(kind=target, make=make)
     if inspect.isclass(target) or not callable(target):
-        raise RecipeError(f"env.target: {name} is neither an asyncrl.Env class nor a reward function (task, response)")
+        raise RecipeError(
+            f"env.target: {name} is no asyncrl.Env or SyncEnv class and no reward function (task, response)"
+        )
     try:
         inspect.signature(target).bind(None, None, **config.kwargs)
     except TypeError as error:
         raise RecipeError(f"env.target: {name} is not a reward function (task, response): {error}") from None
-    return Environment(make=SingleTurn, reward=_with_kwargs(target, config.kwargs), required=("prompt",))
+    return Environment(
+        kind=SingleTurn, make=SingleTurn, reward=_with_kwargs(target, config.kwargs), required=("prompt",)
+    )
 
 
 def load_own(target: str, key: str) -> Callable[..., Any] | None:

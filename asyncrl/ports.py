@@ -6,11 +6,12 @@ Every call is bounded by a deadline inside the adapter; the errors below are all
 from __future__ import annotations
 
 from array import array
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from asyncrl.core.advantage import Advantage
 from asyncrl.core.types import Batch, Record, Trajectory
+from asyncrl.env import Env
 
 T = TypeVar("T")
 
@@ -29,6 +30,14 @@ class TrainerError(Exception):
 
 class CheckpointFailed(TrainerError):
     """A checkpoint was not written; training can go on. One line that names the folder."""
+
+
+class RemoteError(Exception):
+    """User code failed in another process: its error in one line, and ``details``, its traceback there."""
+
+    def __init__(self, error: str, details: str = "") -> None:
+        super().__init__(error)
+        self.details = details
 
 
 class TooManyStuck(Exception):
@@ -180,6 +189,24 @@ class Blocking(Protocol):
         that happened too often."""
 
     async def close(self) -> None: ...
+
+
+class EnvSource(Protocol):
+    """Where an episode's environment comes from, and goes back to."""
+
+    @property
+    def keeps_deadlines(self) -> bool:
+        """Its environments end a call that takes too long by themselves, with ``RemoteError``."""
+
+    async def acquire(self) -> Env:
+        """An environment to ``reset``; waits for a place. Raises what its constructor raises."""
+
+    def release(self, env: Env, *, whole: bool) -> Coroutine[Any, Any, None] | None:
+        """The episode is over. ``whole``: without an error or a cancellation, so that a reusable one can go on. What is
+        still to be awaited for it, if anything."""
+
+    async def run(self) -> None:
+        """Beside the run, until cancelled; then nothing is left open."""
 
 
 class Tokenizer(Protocol):

@@ -39,8 +39,17 @@ class Child:
         self._process = process
 
     @classmethod
-    async def start(cls, name: str, argv: Sequence[str], *, log: Path, env: Mapping[str, str]) -> Child:
-        """Start ``argv`` with ``env`` on top of this process's environment; output goes to ``log``, appended."""
+    async def start(
+        cls,
+        name: str,
+        argv: Sequence[str],
+        *,
+        log: Path,
+        env: Mapping[str, str],
+        stdin: int = asyncio.subprocess.DEVNULL,
+    ) -> Child:
+        """Start ``argv`` with ``env`` on top of this process's environment; output goes to ``log``, appended. ``stdin``
+        is a file descriptor."""
         try:
             output = log.open("ab")
         except OSError as error:
@@ -49,7 +58,7 @@ class Child:
             with output:
                 process = await asyncio.create_subprocess_exec(
                     *argv,
-                    stdin=asyncio.subprocess.DEVNULL,
+                    stdin=stdin,
                     stdout=output,
                     stderr=output,
                     env={**os.environ, **env},

@@ -41,6 +41,7 @@ from asyncrl.engine.sglang import SGLangEngine
 from asyncrl.envs.single_turn import SingleTurn
 from asyncrl.ports import EngineInfo, GenerateRequest, Observer, StepMetrics
 from asyncrl.runtime.env_manager import EnvManager, EpisodeLimits, EpisodePlayer
+from asyncrl.runtime.env_source import LocalEnvs
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.sample_buffer import SampleBuffer
 from asyncrl.runtime.task_source import TaskSource
@@ -192,7 +193,7 @@ async def runtime(url: str, case: Case) -> AsyncIterator[Play]:
     limits = EpisodeLimits(
         max_turns=1, max_new_tokens=case.tokens, max_tokens=4096, reset_timeout_s=60, step_timeout_s=60
     )
-    player = EpisodePlayer(make_env=SingleTurn, scorer=None, proxy=proxy, tokenizer=Ids(), limits=limits)
+    player = EpisodePlayer(envs=LocalEnvs(SingleTurn), scorer=None, proxy=proxy, tokenizer=Ids(), limits=limits)
     manager = EnvManager(
         name="env",
         buffer=buffer,

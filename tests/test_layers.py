@@ -2,8 +2,8 @@
 
     core ← env ← ports, wire, shield ← config ← worlds ← build ← cli
 
-The worlds are runtime, engine, serve, train, weights, sim, envs, observe, and the adapter modules workers, processes,
-servers, tokenizer, watchdog and loading. They know what is below them and not each other; ``build`` wires them.
+The worlds are runtime, engine, serve, train, weights, sim, envs, observe, and the adapter modules workers, env_workers,
+processes, servers, tokenizer, watchdog and loading. They know what is below them, not each other; ``build`` wires them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ SAME_LEVEL = {
     ("servers", "processes"): "a local server is a child process",
     ("loading", "envs.single_turn"): "a reward function is played in the environment for single turns",
     ("loading", "runtime.reward"): "the type of a reward function",
+    ("env_workers", "processes"): "a worker is a child process",
+    ("env_workers", "loading"): "a worker imports the class that the recipe names",
     ("train", "processes"): "the torchrun job is a child process",
     ("train", "loading"): "a user's loss is named as an environment is",
     ("train", "weights.sender"): "rank 0 is the sending end of a transport",
@@ -95,7 +97,7 @@ def test_every_exception_to_the_layers_is_in_use() -> None:
 
 def test_every_top_level_name_has_its_place() -> None:
     worlds = {"runtime", "engine", "serve", "train", "weights", "sim", "envs", "observe"}
-    worlds |= {"workers", "processes", "servers", "tokenizer", "watchdog", "loading"}
+    worlds |= {"workers", "env_workers", "processes", "servers", "tokenizer", "watchdog", "loading"}
     assert {name.partition(".")[0] for name in NAMES} == worlds | set(HEIGHT)
 
 

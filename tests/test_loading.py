@@ -118,6 +118,23 @@ class Half(asyncrl.Env):
     async def reset(self, task):
         return "?"
 
+class Waits(asyncrl.SyncEnv):
+    async def reset(self, task):
+        return "?"
+
+class HalfSync(asyncrl.SyncEnv):
+    def reset(self, task):
+        return "?"
+
+class Costly(HalfSync):
+    cost = asyncrl.Cost(per_process=0)
+
+    def step(self, action):
+        return asyncrl.Step(done=True)
+
+class Sync(Costly):
+    cost = asyncrl.Cost(per_process=4)
+
 class Other:
     pass
 
@@ -175,16 +192,25 @@ async def test_a_reward_function_is_played_as_a_single_turn_and_needs_prompts(tm
     assert later.reward is not None and await later.reward(task, right) == 1.0  # type: ignore[misc]
 
 
+def test_a_sync_env_is_made_where_it_is_told_to(tmp_path: Path) -> None:
+    environment = load_environment(target(tmp_path, "Sync"))
+    assert environment.make is None and environment.kind.cost.per_process == 4
+    assert environment.make_sync is not None and type(environment.make_sync()) is environment.kind
+
+
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
         ("Missing", {}, "has no 'Missing'"),
         ("Blocks", {}, "Blocks.step must be `async def`"),
         ("ClosesSync", {}, "ClosesSync.close must be `async def`"),
+        ("Waits", {}, "Waits.reset must be `def`"),
+        ("HalfSync", {}, "HalfSync must define `def step`"),
+        ("Costly", {}, "Costly.cost must be an asyncrl.Cost with per_process of at least 1"),
         ("Half", {}, "Half must define `async def step`"),
         ("Guess", {"sise": 5}, "env.kwargs: Guess cannot be made with them: got an unexpected keyword argument 'sise'"),
-        ("Other", {}, "Other is neither an asyncrl.Env class nor a reward function (task, response)"),
-        ("NUMBER", {}, "NUMBER is neither an asyncrl.Env class nor a reward function (task, response)"),
+        ("Other", {}, "Other is no asyncrl.Env or SyncEnv class and no reward function (task, response)"),
+        ("NUMBER", {}, "NUMBER is no asyncrl.Env or SyncEnv class and no reward function (task, response)"),
         ("one", {}, "one is not a reward function (task, response): too many positional arguments"),
         (
             "reward",

@@ -16,8 +16,7 @@ from asyncrl.core.advantage import Advantage, Advantages
 from asyncrl.core.policy.routing import ROUTING
 from asyncrl.core.staleness import make_control
 from asyncrl.core.types import Batch, Task
-from asyncrl.env import Env
-from asyncrl.ports import Blocking, Engine, Observer, Tokenizer, Trainer, WeightTransport
+from asyncrl.ports import Blocking, Engine, EnvSource, Observer, Tokenizer, Trainer, WeightTransport
 from asyncrl.runtime.controller import AsyncController, Evaluation, Service
 from asyncrl.runtime.env_manager import EnvManager, EpisodeLimits, EpisodePlayer
 from asyncrl.runtime.llm_proxy import LLMProxy
@@ -39,7 +38,7 @@ class World(msgspec.Struct, kw_only=True):
     observer: Observer
     train_tasks: Sequence[Task]
     heldout_tasks: Sequence[Task]
-    make_env: Callable[[], Env]
+    envs: EnvSource
     reward: RewardFunction | None
     checkpoint: Callable[[int], Awaitable[None]]
     tasks_done: int = 0
@@ -116,7 +115,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
     )
     failures = FailureWindow(size=recipe.env.failure_window, max_rate=recipe.env.max_failure_rate)
     player = EpisodePlayer(
-        make_env=world.make_env,
+        envs=world.envs,
         scorer=None
         if world.reward is None
         else Scorer(world.reward, blocking=world.blocking, timeout_s=recipe.env.reward_timeout_s),
@@ -126,8 +125,8 @@ async def assemble(recipe: Recipe, world: World) -> Run:
             max_turns=recipe.env.max_turns,
             max_new_tokens=rollout.max_new_tokens,
             max_tokens=rollout.max_tokens,
-            reset_timeout_s=recipe.env.reset_timeout_s,
-            step_timeout_s=recipe.env.step_timeout_s,
+            reset_timeout_s=None if world.envs.keeps_deadlines else recipe.env.reset_timeout_s,
+            step_timeout_s=None if world.envs.keeps_deadlines else recipe.env.step_timeout_s,
         ),
     )
     managers = [
@@ -160,7 +159,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         observer=world.observer,
         checkpoint=world.checkpoint,
         checkpoint_every=recipe.run.checkpoint_every,
-        services=world.services,
+        services=(*world.services, world.envs.run),
     )
     return Run(controller=controller, buffer=buffer, proxy=proxy, parameters=parameters)
 

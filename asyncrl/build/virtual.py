@@ -20,6 +20,7 @@ from asyncrl.env import Env
 from asyncrl.loading import load_own
 from asyncrl.ports import Observer
 from asyncrl.runtime.controller import Service
+from asyncrl.runtime.env_source import LocalEnvs
 from asyncrl.sim.blocking import SimBlocking
 from asyncrl.sim.engine import SimEngine
 from asyncrl.sim.env import SimEnvs
@@ -111,7 +112,7 @@ async def simulated(
         observer=checked,
         train_tasks=tasks.train,
         heldout_tasks=tasks.heldout,
-        make_env=lambda: wrap_env(envs.make()),
+        envs=LocalEnvs(lambda: wrap_env(envs.make())),
         reward=None,
         checkpoint=checkpoint,
         own_advantage=load_own(recipe.algorithm.advantage, "algorithm.advantage"),

@@ -114,6 +114,8 @@ def check(recipe: Recipe) -> None:
         "run.last_checkpoint_s": recipe.run.last_checkpoint_s,
         "rollout.max_additional_running_prompts": r.max_additional_running_prompts,
         "rollout.group_size_redundancy": r.group_size_redundancy,
+        "env.workers": recipe.env.workers,
+        "env.memory_mb": recipe.env.memory_mb,
         "env.retries": recipe.env.retries,
         "engine.retries": e.retries,
         "engine.stream_interval": e.stream_interval,

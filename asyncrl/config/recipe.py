@@ -44,8 +44,13 @@ class EnvConfig(Section, frozen=True, kw_only=True):
     """The environment and its deadlines (seconds)."""
 
     target: str = ""
-    """``package.module:Class``, or ``file.py:Class`` relative to the recipe. An ``Env`` class or a reward function."""
+    """``package.module:Class``, or ``file.py:Class`` relative to the recipe. An ``Env`` or ``SyncEnv`` class, or a
+    reward function."""
     kwargs: dict[str, Any] = {}
+    workers: int = 0
+    """Most processes of a ``SyncEnv``. 0: as many as ``rollout.num_envs`` objects need, at least one a core."""
+    memory_mb: int = 0
+    """What live environment objects may take together, by their declared ``cost.memory_mb``; others wait. 0: any."""
     max_turns: int = 1
     reset_timeout_s: float = 60.0
     step_timeout_s: float = 60.0

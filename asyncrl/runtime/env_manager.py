@@ -12,16 +12,17 @@ trajectory holds no server slot (§5.2.1); its next turn is routed afresh.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
+from typing import Any
 
 import msgspec
 
 from asyncrl.core.ledger import State
 from asyncrl.core.types import Record, Task, Trajectory, Turn, flatten
 from asyncrl.env import Action, Env, Observation, Step
-from asyncrl.ports import EngineRejected, Observer, Tokenizer
+from asyncrl.ports import EngineRejected, EnvSource, Observer, Tokenizer
 from asyncrl.runtime.conversation import Conversation
 from asyncrl.runtime.llm_proxy import Completion, LLMProxy, Prompt
 from asyncrl.runtime.reward import Scorer, checked_reward
@@ -31,13 +32,13 @@ from asyncrl.shield import to_the_end
 
 
 class EpisodeLimits(Record, frozen=True, kw_only=True):
-    """Lengths in tokens, deadlines in seconds."""
+    """Lengths in tokens, deadlines in seconds; None where the source of the environments keeps them."""
 
     max_turns: int
     max_new_tokens: int
     max_tokens: int
-    reset_timeout_s: float
-    step_timeout_s: float
+    reset_timeout_s: float | None
+    step_timeout_s: float | None
     close_timeout_s: float = 10.0
 
 
@@ -57,13 +58,13 @@ class EpisodePlayer:
     def __init__(
         self,
         *,
-        make_env: Callable[[], Env],
+        envs: EnvSource,
         scorer: Scorer | None,
         proxy: LLMProxy,
         tokenizer: Tokenizer,
         limits: EpisodeLimits,
     ) -> None:
-        self._make_env = make_env
+        self._envs = envs
         self._scorer = scorer
         self._proxy = proxy
         self._tokenizer = tokenizer
@@ -84,31 +85,35 @@ class EpisodePlayer:
         Raises ``EpisodeFailed``. Every environment that was made is closed, whatever happens.
         """
         envs: list[Env] = []
+        whole = False
         sampling = {"temperature": temperature, "top_p": top_p}
         try:
             dialogues = [await self._begin(task, envs) for _ in range(n)]
             if n == 1:
-                return [await self._turns(task, envs[0], dialogues[0], v_traj, sampling, on_running)]
+                episodes = [await self._turns(task, envs[0], dialogues[0], v_traj, sampling, on_running)]
+                whole = True
+                return episodes
             if any(d.ids != dialogues[0].ids for d in dialogues):
                 raise EpisodeFailed(
                     "reset", "gave different prompts for one task; set rollout.expand_num_return_sequences = true"
                 )
             completions = await self._generate(dialogues[0], v_traj, sampling, n, None, on_running)
-            episodes: list[Episode] = []
+            episodes = []
             for env, dialogue, completion in zip(envs, dialogues, completions, strict=True):
                 step, reward = await self._step(task, env, dialogue, completion, 0)
                 episodes.append(_ended(dialogue, reward, completion.finish_reason, step))
+            whole = True
             return episodes
         finally:
-            await self._close(envs)
+            await self._release(envs, whole)
 
     async def _begin(self, task: Task, envs: list[Env]) -> Conversation:
-        """A new environment, appended to ``envs``, and the dialogue that its reset opens."""
+        """An environment, appended to ``envs``, and the dialogue that its reset opens."""
+        async with user_call("reset", None):  # the wait for a place is not the environment's fault
+            envs.append(await self._envs.acquire())
         began = asyncio.get_running_loop().time()
         async with user_call("reset", self._limits.reset_timeout_s):
-            env = self._make_env()
-            envs.append(env)
-            observation = await env.reset(task)
+            observation = await envs[-1].reset(task)
         dialogue = Conversation(self._tokenizer)
         dialogue.reset_s = asyncio.get_running_loop().time() - began
         _observe(dialogue, "reset", observation)
@@ -155,7 +160,7 @@ class EpisodePlayer:
         try:
             return await self._proxy.generate(prompt, n, on_running)
         except EngineRejected as error:
-            raise EpisodeFailed("generate", str(error)) from error
+            raise EpisodeFailed("generate", str(error), infra=True) from error
 
     async def _step(
         self, task: Task, env: Env, dialogue: Conversation, completion: Completion, turn: int
@@ -180,21 +185,22 @@ class EpisodePlayer:
         dialogue.credit(reward, (completion.waited_s, completion.seconds - completion.waited_s, in_env))
         return step, reward
 
-    async def _close(self, envs: Sequence[Env]) -> None:
-        """Close all within the deadline, also when cancelled; a failing close loses nothing: the episode is over."""
-        open_envs = [env for env in envs if type(env).close is not Env.close]
-        if not open_envs:
+    async def _release(self, envs: Sequence[Env], whole: bool) -> None:
+        """Close all that are not used again, within the deadline, also when cancelled; a failing close loses nothing:
+        the episode is over."""
+        closings = [c for env in envs if (c := self._envs.release(env, whole=whole)) is not None]
+        if not closings:
             return
 
-        async def close(env: Env) -> None:
+        async def close(closing: Coroutine[Any, Any, None]) -> None:
             with suppress(EpisodeFailed):
                 async with user_call("close", self._limits.close_timeout_s):
-                    await env.close()
+                    await closing
 
         async def close_all() -> None:
             async with asyncio.TaskGroup() as group:
-                for env in open_envs:
-                    group.create_task(close(env))
+                for closing in closings:
+                    group.create_task(close(closing))
 
         await to_the_end(close_all(), self._limits.close_timeout_s + 1.0)
 

@@ -12,15 +12,21 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from asyncrl.ports import TooManyStuck
+from asyncrl.env import EnvDown
+from asyncrl.ports import RemoteError, TooManyStuck
+
+MAX_REASON = 200
+"""Characters of a reason in the ledger."""
 
 
 class EpisodeFailed(Exception):
-    """An episode cannot go on. ``where`` is ``reset``, ``step``, ``reward`` or ``episode``; ``why`` one line."""
+    """An episode cannot go on. ``where`` is ``reset``, ``step``, ``reward`` or ``episode``; ``why`` one line.
+    ``infra``: the fault is of the machinery around the task (``EnvDown``, a dead worker, a refused generation)."""
 
-    def __init__(self, where: str, why: str, details: str = "") -> None:
-        super().__init__(f"{where}: {why}")
+    def __init__(self, where: str, why: str, details: str = "", *, infra: bool = False) -> None:
+        super().__init__(f"{'infra: ' if infra else ''}{where}: {why}")
         self.where = where
+        self.infra = infra
         self.details = details
         """The traceback of the user's code, where there is one."""
 
@@ -30,7 +36,7 @@ class EnvFailing(Exception):
 
 
 @asynccontextmanager
-async def user_call(where: str, timeout_s: float) -> AsyncIterator[None]:
+async def user_call(where: str, timeout_s: float | None) -> AsyncIterator[None]:
     """Run user code: an exception or a missed deadline comes out as ``EpisodeFailed``; cancellation passes, even where
     the user's code swallowed it (a bare ``except`` must not keep a run from ending)."""
     task = asyncio.current_task()
@@ -41,6 +47,10 @@ async def user_call(where: str, timeout_s: float) -> AsyncIterator[None]:
             yield
     except (EpisodeFailed, TooManyStuck):
         raise
+    except RemoteError as error:
+        raise EpisodeFailed(where, str(error)[:MAX_REASON], error.details) from None
+    except EnvDown as error:
+        raise _failed(where, error, infra=True) from error
     except TimeoutError as error:
         if scope.expired():
             raise EpisodeFailed(where, f"no answer within {timeout_s:g} s") from None
@@ -56,10 +66,11 @@ async def user_call(where: str, timeout_s: float) -> AsyncIterator[None]:
             raise asyncio.CancelledError
 
 
-def _failed(where: str, error: BaseException) -> EpisodeFailed:
+def _failed(where: str, error: BaseException, *, infra: bool = False) -> EpisodeFailed:
     reason = str(error).splitlines()[0] if str(error) else ""
     details = "".join(traceback.format_exception(error))
-    return EpisodeFailed(where, f"{type(error).__name__}{': ' if reason else ''}{reason}"[:200], details)
+    named = reason if infra and reason else f"{type(error).__name__}{': ' if reason else ''}{reason}"
+    return EpisodeFailed(where, named[:MAX_REASON], details, infra=infra)
 
 
 class FailureWindow:

@@ -15,6 +15,7 @@ from asyncrl.core.types import Task
 from asyncrl.env import Action, Env, Observation, Step
 from asyncrl.envs.single_turn import SingleTurn
 from asyncrl.runtime.env_manager import EnvManager, Episode, EpisodeLimits, EpisodePlayer, _trajectory
+from asyncrl.runtime.env_source import LocalEnvs
 from asyncrl.runtime.reward import Scorer
 from asyncrl.runtime.sample_buffer import SampleBuffer
 from asyncrl.runtime.task_source import TaskSource
@@ -75,7 +76,7 @@ async def play(
     }
     blocking = SimBlocking(rng=random.Random(0))
     player = EpisodePlayer(
-        make_env=make_env,
+        envs=LocalEnvs(make_env),
         scorer=None if reward is None else Scorer(reward, blocking=blocking, timeout_s=5),
         proxy=proxy,
         tokenizer=tokenizer or SimTokenizer(),
@@ -306,7 +307,7 @@ def test_a_deadline_and_a_revocation_in_the_same_tick_do_not_meet() -> None:
             name="env 0",
             buffer=buffer,
             player=EpisodePlayer(
-                make_env=Hanging,
+                envs=LocalEnvs(Hanging),
                 scorer=None,
                 proxy=await proxy_over(sim_engine()),
                 tokenizer=SimTokenizer(),
