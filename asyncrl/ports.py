@@ -230,7 +230,8 @@ class StepMetrics(Record, frozen=True, kw_only=True):
     """One finished train step as the controller saw it. Times are seconds of loop time; ``at`` is the step's end.
 
     ``seconds`` is the whole step and contains ``wait_s`` (for the batch), ``train_s`` and ``update_s`` (weights to the
-    servers). ``tokens`` counts what the servers generated since the run began. ``trainer`` is ``StepResult.metrics``;
+    servers). ``streamed_s`` is what of ``train_s`` was begun before the batch was complete. ``tokens`` counts what the
+    servers generated since the run began. ``trainer`` is ``StepResult.metrics``;
     ``buffer`` and ``ledger`` are counts by name at ``at``.
     """
 
@@ -240,6 +241,7 @@ class StepMetrics(Record, frozen=True, kw_only=True):
     wait_s: float
     train_s: float
     update_s: float
+    streamed_s: float = 0.0
     tokens: int
     trainer: Mapping[str, float] = {}
     buffer: Mapping[str, int] = {}
@@ -250,7 +252,8 @@ class Observer(Protocol):
     """Hears what happens. Calls are cheap, never wait, and never raise for I/O. Times are loop time.
 
     A track is a lane of the trace: ``controller``, ``trainer``, a server's name, ``env 17``. The report looks for the
-    spans ``train`` on ``trainer`` and ``update`` on a server's track, each with ``version`` (trained, loaded) in args.
+    spans ``train`` on ``trainer`` (several a step where it streams) and ``update`` on a server's track, each with
+    ``version`` (trained, loaded) in args.
     """
 
     def step(self, metrics: StepMetrics) -> None:

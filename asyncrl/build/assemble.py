@@ -159,6 +159,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         observer=world.observer,
         checkpoint=world.checkpoint,
         checkpoint_every=recipe.run.checkpoint_every,
+        streamed_groups=recipe.streamed_groups,
         services=(*world.services, world.envs.run),
     )
     return Run(controller=controller, buffer=buffer, proxy=proxy, parameters=parameters)

@@ -81,6 +81,17 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
         return self.loss == "decoupled_ppo" or ":" in self.loss
 
     @property
+    def of_whole_batch(self) -> str:
+        """The first setting that makes an advantage depend on more than its group; empty if there is none."""
+        if not self.compares_groups and (self.advantage != "reinforce" or self.baseline != "none"):
+            return (
+                f'baseline = "{self.baseline}"' if self.advantage == "reinforce" else f'advantage = "{self.advantage}"'
+            )
+        if self.reward_norm == "batch":
+            return 'reward_norm = "batch"'
+        return "overlong_filter = true" if self.overlong_filter else ""
+
+    @property
     def compares_groups(self) -> bool:
         """True if the advantage needs at least two trajectories of a task."""
         return self.advantage in ("group_norm", "group_mean", "rloo")

@@ -194,6 +194,20 @@ def check(recipe: Recipe) -> None:
         f"is more than the {recipe.batch_trajectories} sequences of a batch; lower it or raise rollout.batch_groups",
     )
     _require(
+        not t.stream or not recipe.algorithm.of_whole_batch,
+        "trainer.stream",
+        "true",
+        f"needs advantages that each group has by itself, but algorithm.{recipe.algorithm.of_whole_batch} looks at the "
+        "whole batch; set one or the other differently",
+    )
+    _require(
+        not t.stream or recipe.streamed_groups >= 1,
+        "trainer.stream",
+        "true",
+        f"the first of algorithm.mini_batches = {recipe.algorithm.mini_batches} holds no whole group of "
+        f"rollout.batch_groups = {r.batch_groups}; lower it",
+    )
+    _require(
         r.group_size >= 2 or not recipe.algorithm.compares_groups,
         "rollout.group_size",
         r.group_size,

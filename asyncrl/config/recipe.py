@@ -175,6 +175,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     grad_clip: float = 1.0
     micro_batch_tokens: int = 8192
     """Token budget of one packed forward and backward pass on one rank."""
+    stream: bool = False
+    """Begin with groups that are certain of the next batch while the rest of it is generated: as soon as they fill a
+    micro-batch on every rank, and as far as they are of its first mini-batch. The gradient is the same, to rounding."""
     activation_checkpointing: bool = False
     lora_rank: int = 0
     """r > 0: only low-rank adapters of this rank are trained (peft); servers get them merged into the weights."""
@@ -236,3 +239,8 @@ class Recipe(Section, frozen=True, kw_only=True):
     @property
     def batch_trajectories(self) -> int:
         return self.rollout.batch_groups * self.rollout.group_size
+
+    @property
+    def streamed_groups(self) -> int:
+        """Whole groups of a batch's first mini-batch, if those go to the trainer one by one."""
+        return self.rollout.batch_groups // self.algorithm.mini_batches if self.trainer.stream else 0

@@ -218,7 +218,8 @@ class Tally(Observer):
 def step_line(metrics: StepMetrics, before: Mark, mark: Mark, start: float) -> dict[str, float]:
     """One line of ``metrics.jsonl``: flat, slash-named numbers.
 
-    ``time/*`` are seconds (``time/at`` since the run began), ``response/*`` generated tokens of a trajectory,
+    ``time/*`` are seconds (``time/at`` since the run began; ``time/streamed``, where the trainer streams, is what of
+    ``time/train`` was begun before the batch was complete), ``response/*`` generated tokens of a trajectory,
     ``staleness/count/K`` trajectories of staleness K, ``env/NAME`` the mean of the environment's metric NAME, and
     ``tokens/s``, ``bubble/share`` and ``bubble/trainer_idle`` are since the step before (the first time: since the run
     began).
@@ -254,6 +255,8 @@ def step_line(metrics: StepMetrics, before: Mark, mark: Mark, start: float) -> d
     for t in trajectories:
         for name, value in t.metrics.items():
             values.setdefault(name, []).append(value)
+    if metrics.streamed_s:
+        line["time/streamed"] = metrics.streamed_s
     line |= {f"env/{name}": sum(v) / len(v) for name, v in values.items()}
     line |= {f"trainer/{name}": value for name, value in metrics.trainer.items()}
     line |= {f"buffer/{name}": value for name, value in metrics.buffer.items()}

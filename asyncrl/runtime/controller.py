@@ -1,20 +1,22 @@
 """AsyncController: the root TaskGroup, the train loop and the end of a run (ROLL Flash §4.2).
 
       EnvManager × num_envs ──put──▶ SampleBuffer ──get_batch──▶ ┌─────────── train loop ───────────┐
-        ▲    │ lease                      ▲                      │ get_batch → train_step → publish │
+        ▲    │ lease                      ▲          (get_part)  │ get_batch → train_step → publish │
         │    └── generate ──▶ LLMProxy    └──── set_version ──── └──────────────────────────────────┘
         └────────────────────────┘ ▲                                        │
                                    └── suspend · load · resume ─────────────┘
 
     loop          waits for                                  woken by
-    train loop    get_batch; train_step; publish             the last occupy; the trainer; the servers
+    train loop    get_part, get_batch; feed, train_step;     an occupy, the last occupy; the trainer;
+                  publish                                    the servers
     EnvManager    a lease; a completion; the env             admission; the proxy; the user's code
     proxy.watch   a server that failed                       mark_down
     services      whatever the composition root adds (progress, flushing)
 
 Training overlaps generation by as much as the staleness control admits: with α = 0 nothing is admitted until the new
-version is live, so the same loop is synchronous. The first exception of any child cancels all others; afterwards the
-ledger must balance, or that is the error.
+version is live, so the same loop is synchronous. Streaming overlaps it with the rest of the same batch's rollout too:
+what is certain of the batch is trained while its last groups run. The first exception of any child cancels all others;
+afterwards the ledger must balance, or that is the error.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ class Evaluation(Record, frozen=True, kw_only=True):
 class AsyncController:
     """Runs ``steps`` train steps, with an evaluation before and after when there are held-out tasks.
 
+    ``streamed_groups``: so many first groups of a batch may go to the trainer before the others; 0: none.
     ``checkpoint`` is awaited with the version every ``checkpoint_every`` steps (0: only at the end).
     """
 
@@ -65,6 +68,7 @@ class AsyncController:
         observer: Observer,
         checkpoint: Callable[[int], Awaitable[None]],
         checkpoint_every: int = 0,
+        streamed_groups: int = 0,
         services: Sequence[Service] = (),
     ) -> None:
         self._steps = steps
@@ -80,6 +84,7 @@ class AsyncController:
         self._observer = observer
         self._checkpoint = checkpoint
         self._checkpoint_every = checkpoint_every
+        self._streamed_groups = streamed_groups
         self._services = services
         proxy.on_return = parameters.restore
 
@@ -110,6 +115,7 @@ class AsyncController:
         """Consume one batch, train on it, put the new version on the servers."""
         loop = asyncio.get_running_loop()
         started = loop.time()
+        streamed_s = await self._stream(step) if self._streamed_groups else 0.0
         batch = await self._buffer.get_batch(step)
         got = loop.time()
         result = await self._trainer.train_step(batch, self._advantages(batch))
@@ -124,8 +130,9 @@ class AsyncController:
                 batch=batch,
                 at=ended,
                 seconds=ended - started,
-                wait_s=got - started,
-                train_s=trained - got,
+                wait_s=got - started - streamed_s,
+                train_s=trained - got + streamed_s,
+                streamed_s=streamed_s,
                 update_s=ended - trained,
                 tokens=self._proxy.generated,
                 trainer=result.metrics,
@@ -142,6 +149,19 @@ class AsyncController:
         )
         if self._checkpoint_every and (step + 1) % self._checkpoint_every == 0 and step + 1 < self._steps:
             await self._checkpoint(result.version)
+
+    async def _stream(self, step: int) -> float:
+        """Until the batch is complete, have the trainer begin with what is certain of it; the seconds of its passes."""
+        loop = asyncio.get_running_loop()
+        seconds = 0.0
+        while groups := await self._buffer.get_part(self._streamed_groups):
+            part = Batch(step=step, groups=groups)
+            began = loop.time()
+            if await self._trainer.feed(part, self._advantages(part)):
+                ended = loop.time()
+                seconds += ended - began
+                self._observer.span("trainer", "train", began, ended, {"version": step, "part": True})
+        return seconds
 
     async def _evaluate(self) -> None:
         """Play the held-out tasks on the current version, a bounded number at once. A failed episode counts as 0."""

@@ -1,10 +1,12 @@
 """SampleBuffer: from admitted tasks to training batches (ROLL Flash §4.2), and the books of every trajectory.
 
 Owns the ledger, the staleness control, the task cursor and the unfinished groups. Every state change is one synchronous
-method, so atomic on the loop; only ``lease`` and ``get_batch`` wait.
+method, so atomic on the loop; only ``lease``, ``get_part`` and ``get_batch``
+wait.
 
     lease()       waits for: admission of an episode       woken by: _admit() after consume, release, a new version
     get_batch()   waits for: a batch that is certain       woken by: the last occupy, or a release of a due group
+    get_part()    waits for: groups certain of the batch   woken by: the same, and each occupy that makes one certain
     put()         never waits: the place was reserved
 
 A group is admitted only when an EnvManager is free to begin it, so its V_traj is the version of that moment. A trainer
@@ -142,6 +144,12 @@ class SampleBuffer:
         self._unclaimed: deque[Lease] = deque()
         self._lessees: deque[asyncio.Future[Lease]] = deque()
         self._batch_waiter: asyncio.Future[None] | None = None
+        self._wanted = False
+        """The train loop waits for its batch, or trains parts of it: it is taken the moment it is complete."""
+        self._head = 0
+        """The train loop waits for a part of so many first groups of its batch; 0: only for the batch."""
+        self._given: set[int] = set()
+        """Groups of the next batch that the train loop has already."""
         self._taken: tuple[Group, ...] = ()
         """The batch that the train loop has been given and not picked up yet."""
         self._closed = ""
@@ -311,6 +319,8 @@ class SampleBuffer:
         """The control has let go of this group, finished or not."""
         if group_id in self._open:
             self._give_up(self._open[group_id], State.SURPLUS, reason)
+        elif group_id in self._given:
+            raise StalenessViolation(f"group {group_id} is being trained, but would leave its batch: {reason}")
         else:
             self._end(self._ready.pop(group_id).trajectories, State.SURPLUS, reason)
 
@@ -343,20 +353,44 @@ class SampleBuffer:
 
     async def get_batch(self, step: int) -> Batch:
         """The groups that train step ``step`` consumes; waits until they are certain. Asserts the staleness bound."""
-        if not self._taken and not self._take():
-            self._batch_waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._batch_waiter
-            finally:
-                self._batch_waiter = None
+        self._wanted = True
+        try:
+            if not self._taken and not self._take():
+                await self._batch_event(head=0)
+        finally:
+            self._wanted = False
         groups, self._taken = self._taken, ()
         return Batch(step=step, groups=groups)
+
+    async def get_part(self, head: int) -> tuple[Group, ...]:
+        """Groups that are certain to be among the first ``head`` of the next batch, each given once; waits until there
+        are any. Empty when the batch is complete: ``get_batch`` has it. Until then they are the buffer's: they stay
+        occupied, and what ends the run aborts them."""
+        self._wanted = True
+        while not self._taken and not self._take():
+            if part := self._new_part(head):
+                self._given.update(part)
+                return tuple(self._ready[i] for i in part)
+            await self._batch_event(head)
+        return ()
+
+    def _new_part(self, head: int) -> list[int]:
+        return [i for i in self._control.certain(head) if i not in self._given] if head else []
+
+    def _batch_event(self, head: int) -> asyncio.Future[None]:
+        """Done when the batch has been taken, or there is a part of its first ``head`` groups."""
+        self._head = head
+        self._batch_waiter = asyncio.get_running_loop().create_future()
+        return self._batch_waiter
 
     def _take(self) -> bool:
         """Consume the next batch into ``_taken`` if it is certain; what can no longer be trained is surplus."""
         if (consumed := self._control.consume()) is None:
             return False
         ids, surplus = consumed
+        if lost := self._given.difference(ids):
+            raise StalenessViolation(f"groups {sorted(lost)} are being trained, but are not in their batch")
+        self._given.clear()
         self._taken = tuple(self._ready.pop(i) for i in ids)
         self._unconsumed -= len(ids)
         for group in self._taken:
@@ -368,15 +402,20 @@ class SampleBuffer:
         return True
 
     def _wake_batch(self) -> None:
-        """Give the train loop its batch, if it waits for one."""
-        if self._batch_waiter is not None and not self._batch_waiter.done() and self._take():
-            self._batch_waiter.set_result(None)
+        """Take the batch for the train loop if that wants it, and wake it for the batch or for a part of it."""
+        if not self._wanted or self._taken:
+            return
+        taken, waiter = self._take(), self._batch_waiter
+        if waiter is not None and not waiter.done() and (taken or self._new_part(self._head)):
+            waiter.set_result(None)
 
     # --- the end
 
     def close(self, reason: str) -> None:
         """Nothing more is admitted; every live trajectory becomes ``aborted(reason)``."""
         self._closed = reason
+        self._wanted = False
+        self._given.clear()
         for group in list(self._open.values()):
             self._give_up(group, State.ABORTED, reason)
             self._control.release(group.id)

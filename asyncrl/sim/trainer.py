@@ -72,8 +72,9 @@ class SimTrainer:
         tokens, streamed = sum(g.tokens for g in batch.groups), sum(g.tokens for g in done)
         await self._train(batch.step, train_seconds(self._model, tokens - streamed))
         self.version += 1
-        streamed_sequences = sum(len(g.trajectories) for g in done)
-        metrics = {"tokens": float(tokens), "streamed_sequences": float(streamed_sequences)}
+        metrics = {"tokens": float(tokens)}
+        if done:
+            metrics["streamed_sequences"] = float(sum(len(g.trajectories) for g in done))
         return StepResult(version=self.version, metrics=metrics)
 
     def _check(self, batch: Batch, advantages: Sequence[Advantage]) -> None:

@@ -132,14 +132,15 @@ class Leader:
         seconds = time.perf_counter() - started + fed.seconds
         tokens = sum(len(s.tokens) // 4 for s in request.sequences)
         metrics |= advantage_moments([token_advantages(s) for s in request.sequences])
-        return metrics | {
+        metrics |= {
             "seconds": seconds,
             "tokens": float(tokens),
             "sequences": float(len(request.sequences)),
             "tokens_per_second": tokens / seconds,
-            "streamed_sequences": float(fed.passed),
-            "streamed_seconds": fed.seconds,
         }
+        if fed.passed:
+            metrics |= {"streamed_sequences": float(fed.passed), "streamed_seconds": fed.seconds}
+        return metrics
 
     def _check_step(self, step: int) -> None:
         if step != (version := self._rank.learner.version):

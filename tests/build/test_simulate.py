@@ -44,15 +44,17 @@ VARIANTS: list[dict[str, Any]] = [
     {"preset": "one-step"},
     {"preset": "roll-flash"},
     {"preset": "roll-flash", "staleness": {"bound": 2.5}, "sim": {"env": {"success": 0.5, "spread": 0.6}},
-     "rollout": {"filter_zero_variance": True, "max_additional_running_prompts": 2}},
+     "rollout": {"filter_zero_variance": True, "max_additional_running_prompts": 2},
+     "trainer": {"stream": True, "micro_batch_tokens": 500}},
     {"preset": "roll-flash", "engine": {"stream_interval": 0, "count": 2},
      "sim": {"instance": {"chunked_prefill": 64}}},
-    {"preset": "queue-drop"},
+    {"preset": "queue-drop", "trainer": {"stream": True, "micro_batch_tokens": 500}},
     {"preset": "queue-max"},
     {"preset": "roll-flash", "env": {"max_turns": 1}, "rollout": {"expand_num_return_sequences": False}},
     {"preset": "sync", "env": {"max_turns": 1}, "rollout": {"queue_scheduling": False},
      "engine": {"routing": "round_robin"}},
-    {"preset": "roll-flash", "sim": {"faults": [{"kind": "trainer_crash", "at_s": 40}]}},
+    {"preset": "roll-flash", "sim": {"faults": [{"kind": "trainer_crash", "at_s": 40}]},
+     "trainer": {"stream": True, "micro_batch_tokens": 500}},
 ]  # fmt: skip
 SEEDS = 100
 """Of each variant: a thousand runs in all."""

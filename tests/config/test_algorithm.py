@@ -72,6 +72,38 @@ def test_only_comparisons_need_a_group_of_two() -> None:
     load_table({"algorithm": {"advantage": "mine.py:advantage"}, "rollout": one})
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "named"),
+    [
+        ({"advantage": "reinforce"}, 'baseline = "batch"'),
+        ({"advantage": "reinforce", "baseline": "running"}, 'baseline = "running"'),
+        ({"advantage": "mine.py:judge"}, 'advantage = "mine.py:judge"'),
+        ({"reward_norm": "batch"}, 'reward_norm = "batch"'),
+        ({"overlong_filter": True}, "overlong_filter = true"),
+    ],
+)
+def test_advantages_that_need_the_whole_batch_cannot_be_streamed(algorithm: dict[str, Any], named: str) -> None:
+    assert refused(algorithm, trainer={"stream": True}).startswith(
+        f"trainer.stream = true: needs advantages that each group has by itself, but algorithm.{named} looks at the"
+    )
+    load_table({"algorithm": algorithm})
+
+
+def test_what_can_be_streamed_are_whole_groups_of_the_first_mini_batch() -> None:
+    def streamed(**algorithm: Any) -> int:
+        return load_table(
+            {"trainer": {"stream": True}, "rollout": {"batch_groups": 8}, "algorithm": algorithm}
+        ).streamed_groups
+
+    assert load_table({}).streamed_groups == 0
+    assert [streamed(advantage=a) for a in ("group_norm", "group_mean", "rloo")] == [8, 8, 8]
+    assert streamed(advantage="reinforce", baseline="none", mini_batches=3) == 2
+    assert refused({"mini_batches": 9}, trainer={"stream": True}, rollout={"batch_groups": 8}) == (
+        "trainer.stream = true: the first of algorithm.mini_batches = 9 holds no whole group of "
+        "rollout.batch_groups = 8; lower it"
+    )
+
+
 def test_keys_that_would_do_nothing_are_refused() -> None:
     assert refused({"gamma": 0.9}) == 'algorithm.gamma = 0.9: discounts nothing; set algorithm.credit = "turn"'
     load_table({"algorithm": {"gamma": 0.9, "credit": "turn"}})

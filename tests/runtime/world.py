@@ -100,6 +100,7 @@ def random_recipe(seed: int, **tables: Any) -> Recipe:
             "task_share": rng.choice([0.0, 0.5]),
             "heldout": rng.choice([0, 0, 5]),
         },
+        "trainer": {"stream": rng.random() < 0.5, "micro_batch_tokens": rng.choice([1, 300])},
     }
     return recipe(**{**drawn, **{name: _over(drawn.get(name), value) for name, value in tables.items()}})
 

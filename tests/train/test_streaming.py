@@ -114,8 +114,7 @@ def test_the_gradient_is_that_of_the_whole_batch(job: Any, aggregation: str, par
     metrics = streamed.train(fed)
     same(got, expected)
     assert metrics["streamed_sequences"] > 0
-    assert reported["streamed_sequences"] == 0
-    for key in reported.keys() - {"micro_batches", "streamed_sequences", "tokens_per_second"}:
+    for key in reported.keys() - {"micro_batches", "tokens_per_second"}:
         if not key.endswith("seconds"):
             assert metrics[key] == pytest.approx(reported[key], rel=1e-5, abs=1e-9), key
 
