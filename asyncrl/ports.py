@@ -216,13 +216,22 @@ class Tokenizer(Protocol):
     def eos_ids(self) -> Sequence[int]:
         """Ids that end a turn."""
 
+    @property
+    def chat_template(self) -> str:
+        """The template's source; empty if there is none."""
+
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``, special tokens recognised, none added. Raises ``ValueError`` for what is no valid text."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens."""
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         """The chat template's text. Raises ``ValueError`` if there is no template or if it refuses the messages."""
 
 

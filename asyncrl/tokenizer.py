@@ -38,12 +38,25 @@ class HuggingFaceTokenizer:
         text: str = self._fast.decode(list(ids), skip_special_tokens=True)
         return text
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    @property
+    def chat_template(self) -> str:
+        template = self._tokenizer.chat_template or ""
+        return template if isinstance(template, str) else "\n".join(template.values())  # several, by name
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         if not self._tokenizer.chat_template:
             raise ValueError("the model has no chat template; observations must be plain text")
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+                list(messages),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
             )
         except Exception as error:  # a template is a program, and the messages are a user's
             raise ValueError(f"the chat template refuses the messages: {_one_line(error)}") from error

@@ -128,6 +128,8 @@ async def assemble(recipe: Recipe, world: World) -> Run:
             reset_timeout_s=None if world.envs.keeps_deadlines else recipe.env.reset_timeout_s,
             step_timeout_s=None if world.envs.keeps_deadlines else recipe.env.step_timeout_s,
         ),
+        history=rollout.history,
+        tool_parser=recipe.model.tool_parser,
     )
     managers = [
         EnvManager(

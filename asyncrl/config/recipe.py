@@ -20,6 +20,8 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     """Model folder. Trainer and servers start from it (version 0)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights in trainer compute and in the servers; master weights are always float32."""
+    tool_parser: Literal["auto", "hermes", "json", "pythonic", "none"] = "auto"
+    """How the model writes tool calls (runtime/tool_calls.py). ``auto``: as its chat template says."""
 
 
 class SetupConfig(Section, frozen=True, kw_only=True):
@@ -80,7 +82,10 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     max_new_tokens: int = 512
     """Tokens that one turn may generate."""
     max_tokens: int = 2048
-    """Length limit of a whole trajectory, prompt included."""
+    """Length limit of a whole trajectory, prompt included; of each of its segments, where it has several."""
+    history: Literal["segments", "keep", "refuse"] = "segments"
+    """Where the chat template drops a thinking model's earlier thoughts: go on in a new segment, a sequence of its own
+    without them; keep them and extend the sequence all the same; or fail the episode."""
     temperature: float = 1.0
     top_p: float = 1.0
     expand_num_return_sequences: bool = True

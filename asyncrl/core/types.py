@@ -37,7 +37,8 @@ class Turn(Record, frozen=True, kw_only=True):
     ``prompt_ids`` are the tokens that were new before this generation (the whole prompt on the first turn, only the
     observation later); ``output_ids``, ``logprobs`` and ``versions`` are parallel, one entry a generated token, and
     versions never decrease. int32, int32, float32, int32. ``reward`` is what the environment gave for it, ``seconds``
-    how long it waited for a server, was generated, and was in the environment.
+    how long it waited for a server, was generated, and was in the environment. With ``new_segment`` the ``prompt_ids``
+    begin a token sequence of their own, in place of extending the one before.
     """
 
     prompt_ids: array[int]
@@ -47,6 +48,7 @@ class Turn(Record, frozen=True, kw_only=True):
     finish_reason: str
     reward: float = 0.0
     seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    new_segment: bool = False
 
 
 class Trajectory(Record, frozen=True, kw_only=True):
@@ -56,7 +58,9 @@ class Trajectory(Record, frozen=True, kw_only=True):
     after temperature, 0.0 where the mask is 0. ``versions`` is the policy version that sampled each token, or
     ``OBSERVED_VERSION``. ``turn_ends`` is the number of tokens up to the end of each turn, ``turn_rewards`` what each
     brought; they sum to ``reward``. Both may be empty: then the reward belongs to the whole. ``turn_seconds`` has each
-    turn's ``seconds``, ``reset_s`` is the environment's time before the first; both are for people.
+    turn's ``seconds``, ``reset_s`` is the environment's time before the first; both are for people. ``segment_ends`` is
+    the number of tokens up to the end of each segment, where there are several: each is a token sequence of its own for
+    the model.
     """
 
     id: int
@@ -76,6 +80,7 @@ class Trajectory(Record, frozen=True, kw_only=True):
     turn_rewards: tuple[float, ...] = ()
     turn_seconds: tuple[tuple[float, float, float], ...] = ()
     reset_s: float = 0.0
+    segment_ends: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
@@ -88,6 +93,8 @@ class Trajectory(Record, frozen=True, kw_only=True):
             raise ValueError(
                 f"trajectory {self.id}: {len(self.turn_rewards)} rewards of turns, but {len(self.turn_ends)} turns"
             )
+        if self.segment_ends and self.segment_ends[-1] != n:
+            raise ValueError(f"trajectory {self.id}: the segments end at {self.segment_ends[-1]}, not at {n} tokens")
 
     @property
     def generated(self) -> int:

@@ -3,28 +3,94 @@
 What the engine generated is kept as ids and never re-tokenised. An observation adds ids behind them: plain text is
 encoded as it is; chat messages are rendered by difference, that is, only the text that the template puts behind an
 assistant turn is encoded, so a turn costs its own length and not that of the whole dialogue.
+
+Templates of thinking models (Qwen3) drop earlier thoughts when the user speaks again, so that the next prompt is no
+extension of the last. Then the dialogue goes on in a new segment: a token sequence of its own, rendered anew from the
+messages, in which the earlier turns are observed and not trained again. ``History`` has the alternatives.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Literal
 
 import msgspec
 
 from asyncrl.core.types import Turn
-from asyncrl.env import Observation
+from asyncrl.env import Message, Observation, Tool, ToolCall
 from asyncrl.ports import Tokenizer
+from asyncrl.runtime.tool_calls import Parser, parse_tool_calls, parser_for
+
+History = Literal["segments", "keep", "refuse"]
+"""What to do where the template drops thoughts: begin a new segment without them, keep them and extend the sequence
+all the same, or fail the episode."""
 
 _MARK = "\u2063assistant\u2063"
-_BASE = ({"role": "user", "content": "."}, {"role": "assistant", "content": _MARK})
+_THOUGHT = "\u2063thought\u2063"
+_BASE = (
+    {"role": "user", "content": "."},
+    {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_MARK}"},
+)
+
+
+class ChatTemplate:
+    """A tokenizer and what its chat template does; shared by all episodes of a run."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, history: History = "segments", tool_parser: Parser | Literal["auto"] = "auto"
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.history = history
+        self.parser: Parser = parser_for(tokenizer.chat_template) if tool_parser == "auto" else tool_parser
+
+    def start(self, messages: Sequence[Message], tools: Sequence[Tool]) -> array[int]:
+        """A whole dialogue, up to where the model speaks. Raises ``ValueError``."""
+        return array("i", self.tokenizer.encode(self.tokenizer.render(messages, True, tools)))
+
+    def extension(self, last_id: int, messages: Sequence[Message]) -> tuple[array[int], bool]:
+        """What follows an assistant turn whose last token is ``last_id``, and whether the template leaves the thoughts
+        of that turn where they are. Raises ``ValueError``."""
+        text = self.tokenizer.render([*_BASE, *messages], True)
+        before, mark, suffix = text.partition(_MARK)
+        if not mark:
+            raise ValueError("the model's chat template drops assistant turns, so a dialogue cannot be extended by ids")
+        new = array("i", self.tokenizer.encode(suffix))
+        # The model usually ends its turn itself; then the template's end-of-turn token is there already.
+        eos_ids = self.tokenizer.eos_ids
+        if new and new[0] in eos_ids and last_id in eos_ids:
+            del new[0]
+        return new, _THOUGHT in before
+
+    @cached_property
+    def opens_thoughts(self) -> bool:
+        """True if the template itself begins the model's turn with a thought."""
+        return "<think>" in self.tokenizer.render(_BASE[:1], True)
+
+    @cached_property
+    def drops_thoughts(self) -> bool:
+        """True if a user's turn makes the template drop earlier thoughts."""
+        return not self.extension(-1, _BASE[:1])[1]
+
+    def has_thoughts(self, text: str) -> bool:
+        """True if the template may drop a part of this assistant turn."""
+        return "</think>" in text or self.opens_thoughts
 
 
 class Conversation:
-    """Owned by one EnvManager. ``ids`` is the prompt of the next generation."""
+    """Owned by one episode. ``ids`` is the prompt of the next generation."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._tokenizer = template.tokenizer
         self._pending = array("i")
+        self._new_segment = False
+        self._thoughts = False
+        """Whether a turn of this segment has something that the template may drop."""
+        self._tools: Sequence[Tool] = ()
+        self._messages: list[Message] | None = None
+        """All that was said, kept only where it may have to be rendered anew."""
         self.ids = array("i")
         self.turns: list[Turn] = []
         self.reset_s = 0.0
@@ -32,14 +98,30 @@ class Conversation:
     def observe(self, observation: Observation | str) -> None:
         """Append what the model sees next. Raises ``ValueError`` for messages without a chat template."""
         if isinstance(observation, str):
-            new = self._tokenizer.encode(observation)
-        elif not observation.messages:
-            new = self._tokenizer.encode(observation.text)
+            observation = Observation(text=observation)
+        if not self.ids:
+            self._tools = observation.tools
+        elif observation.tools and observation.tools != self._tools:
+            raise ValueError("the tools of an episode are given with its first observation and stay the same")
+        if not observation.messages:
+            self._messages = None
+            self.append(self._tokenizer.encode(observation.text))
         elif not self.ids:
-            new = self._tokenizer.encode(self._tokenizer.render(observation.messages, True))
+            self.append(self._template.start(observation.messages, observation.tools))
+            if self._template.history == "segments" and self._template.drops_thoughts:
+                self._messages = list(observation.messages)
         else:
-            new = self._after_assistant(observation)
-        column = array("i", new)
+            new, kept = self._template.extension(self.ids[-1], observation.messages)
+            if self._messages is not None:
+                self._messages += observation.messages
+            if kept or not self._thoughts or self._template.history == "keep":
+                self.append(new)
+            else:
+                self._start_anew()
+
+    def append(self, ids: Sequence[int]) -> None:
+        """Ids that the model sees next."""
+        column = array("i", ids)
         self._pending += column
         self.ids += column
 
@@ -54,23 +136,35 @@ class Conversation:
                 logprobs=logprobs,
                 versions=versions,
                 finish_reason=finish_reason,
+                new_segment=self._new_segment,
             )
         )
         self._pending = array("i")
+        self._new_segment = False
         self.ids += output_ids
-        return self._tokenizer.decode(output_ids)
+        text = self._tokenizer.decode(output_ids)
+        if self._messages is not None or self._template.history == "refuse":
+            self._thoughts = self._thoughts or self._template.has_thoughts(text)
+        if self._messages is not None:
+            self._messages.append({"role": "assistant", "content": text})
+        return text
+
+    def tool_calls(self, text: str) -> list[ToolCall]:
+        """The calls in the last generation, if the episode has tools."""
+        return parse_tool_calls(text, self._template.parser, len(self.turns) - 1) if self._tools else []
 
     def credit(self, reward: float, seconds: tuple[float, float, float]) -> None:
         """What the last generation brought, and ``Turn.seconds``."""
         self.turns[-1] = msgspec.structs.replace(self.turns[-1], reward=reward, seconds=seconds)
 
-    def _after_assistant(self, observation: Observation) -> list[int]:
-        text = self._tokenizer.render([*_BASE, *observation.messages], True)
-        _, mark, suffix = text.partition(_MARK)
-        if not mark:
-            raise ValueError("the model's chat template drops assistant turns, so a dialogue cannot be extended by ids")
-        new = self._tokenizer.encode(suffix)
-        # The model usually ends its turn itself; then the template's end-of-turn token is there already.
-        if new and self.ids[-1] == new[0] and new[0] in self._tokenizer.eos_ids:
-            del new[0]
-        return new
+    def _start_anew(self) -> None:
+        if self._template.history == "refuse":
+            raise ValueError(
+                "the model's chat template drops earlier thoughts here, so the dialogue cannot be extended; set "
+                'rollout.history to "segments" or "keep", or answer with messages of the role "tool"'
+            )
+        if self._messages is None:
+            raise ValueError("the chat template drops earlier thoughts, and plain text among messages has no template")
+        self.ids, self._pending = array("i"), array("i")
+        self._new_segment, self._thoughts = True, False
+        self.append(self._template.start(self._messages, self._tools))

@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,10 +23,11 @@ from asyncrl.core.ledger import State
 from asyncrl.core.types import Record, Task, Trajectory, Turn, flatten
 from asyncrl.env import Action, Env, Observation, Step
 from asyncrl.ports import EngineRejected, EnvSource, Observer, Tokenizer
-from asyncrl.runtime.conversation import Conversation
+from asyncrl.runtime.conversation import ChatTemplate, Conversation, History
 from asyncrl.runtime.llm_proxy import Completion, LLMProxy, Prompt
 from asyncrl.runtime.reward import Scorer, checked_reward
 from asyncrl.runtime.sample_buffer import Lease, SampleBuffer
+from asyncrl.runtime.tool_calls import Parser
 from asyncrl.runtime.user_code import EpisodeFailed, FailureWindow, user_call
 from asyncrl.shield import to_the_end
 
@@ -63,11 +64,13 @@ class EpisodePlayer:
         proxy: LLMProxy,
         tokenizer: Tokenizer,
         limits: EpisodeLimits,
+        history: History = "segments",
+        tool_parser: Parser | Literal["auto"] = "auto",
     ) -> None:
         self._envs = envs
         self._scorer = scorer
         self._proxy = proxy
-        self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer, history=history, tool_parser=tool_parser)
         self._limits = limits
 
     async def play(
@@ -114,7 +117,7 @@ class EpisodePlayer:
         began = asyncio.get_running_loop().time()
         async with user_call("reset", self._limits.reset_timeout_s):
             observation = await envs[-1].reset(task)
-        dialogue = Conversation(self._tokenizer)
+        dialogue = Conversation(self._template)
         dialogue.reset_s = asyncio.get_running_loop().time() - began
         _observe(dialogue, "reset", observation)
         if len(dialogue.ids) >= self._limits.max_tokens:
@@ -170,7 +173,13 @@ class EpisodePlayer:
             completion.output_ids, completion.logprobs, completion.versions, completion.finish_reason
         )
         began = asyncio.get_running_loop().time()
-        action = Action(text=text, token_ids=completion.output_ids, finish_reason=completion.finish_reason, turn=turn)
+        action = Action(
+            text=text,
+            token_ids=completion.output_ids,
+            finish_reason=completion.finish_reason,
+            turn=turn,
+            tool_calls=dialogue.tool_calls(text),
+        )
         async with user_call("step", self._limits.step_timeout_s):
             step = await env.step(action)
             if not isinstance(step, Step):
@@ -301,6 +310,8 @@ class EnvManager:
 
 def _trajectory(lease: Lease, trajectory_id: int, index: int, episode: Episode) -> Trajectory:
     tokens, loss_mask, logprobs, versions = flatten(episode.turns)
+    turn_ends = tuple(accumulate(len(turn.prompt_ids) + len(turn.output_ids) for turn in episode.turns))
+    starts = [end for end, after in zip(turn_ends, episode.turns[1:], strict=False) if after.new_segment]
     return Trajectory(
         id=trajectory_id,
         group_id=lease.group_id,
@@ -315,8 +326,9 @@ def _trajectory(lease: Lease, trajectory_id: int, index: int, episode: Episode) 
         reward=episode.reward,
         finish_reason=episode.finish_reason,
         metrics=episode.metrics,
-        turn_ends=tuple(accumulate(len(turn.prompt_ids) + len(turn.output_ids) for turn in episode.turns)),
+        turn_ends=turn_ends,
         turn_rewards=tuple(turn.reward for turn in episode.turns),
         turn_seconds=tuple(turn.seconds for turn in episode.turns),
         reset_s=episode.reset_s,
+        segment_ends=(*starts, len(tokens)) if starts else (),
     )

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -223,11 +224,13 @@ def _tokens_broken(t: Trajectory) -> str | None:
 
 
 def _versions_broken(t: Trajectory) -> str | None:
-    versions = np.frombuffer(t.versions, dtype=np.int32)
-    ends = np.flatnonzero(versions[1:] != versions[:-1])
-    runs = [v for v in versions[ends].tolist() + versions[-1:].tolist() if v != OBSERVED_VERSION]
-    if runs != sorted(runs):
-        return f"its tokens' versions go back: {runs}"
-    if runs and runs[0] < t.v_traj:
-        return f"tokens of version {runs[0]}, older than V_traj {t.v_traj}"
+    column = np.frombuffer(t.versions, dtype=np.int32)
+    for start, end in pairwise((0, *(t.segment_ends or (len(column),)))):
+        versions = column[start:end]
+        ends = np.flatnonzero(versions[1:] != versions[:-1])
+        runs = [v for v in versions[ends].tolist() + versions[-1:].tolist() if v != OBSERVED_VERSION]
+        if runs != sorted(runs):
+            return f"its tokens' versions go back: {runs}"
+        if runs and runs[0] < t.v_traj:
+            return f"tokens of version {runs[0]}, older than V_traj {t.v_traj}"
     return None

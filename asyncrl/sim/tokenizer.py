@@ -12,6 +12,7 @@ class SimTokenizer:
     """Ids below ``GENERATED`` are bytes of text."""
 
     eos_ids: Sequence[int] = (GENERATED,)
+    chat_template = "<role>content"
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -23,6 +24,12 @@ class SimTokenizer:
             return ""
         return bytes(i for i in ids if i < GENERATED).decode(errors="replace")
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        text = "".join(f"<{m['role']}>{m['content']}\x00" for m in messages)
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        text = "".join(f"<tool>{tool['function']['name']}\x00" for tool in tools)
+        text += "".join(f"<{m['role']}>{m['content']}\x00" for m in messages)
         return text + "<assistant>" if add_generation_prompt else text

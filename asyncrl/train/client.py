@@ -11,6 +11,7 @@ import os
 from array import array
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -68,6 +69,7 @@ class HttpTrainer:
         self._fed_step = 0
         self._fed: list[int] = []
         """Ids of the trajectories that the job was fed for ``_fed_step``, in that order."""
+        self._fed_sequences = 0
 
     @property
     def info(self) -> TrainerInfo:
@@ -103,15 +105,20 @@ class HttpTrainer:
 
     async def feed(self, part: Batch, advantages: Sequence[Advantage]) -> bool:
         if part.step != self._fed_step:
-            self._fed_step, self._fed = part.step, []
-        sequences = [train_sequence(t, a) for t, a in zip(part.trajectories, advantages, strict=True)]
-        request = FeedReq(step=part.step, start=len(self._fed), sequences=sequences)
+            self._fed_step, self._fed, self._fed_sequences = part.step, [], 0
+        sequences = [
+            s for t, a in zip(part.trajectories, advantages, strict=True) for s in train_sequences(t, a)
+        ]
+        request = FeedReq(step=part.step, start=self._fed_sequences, sequences=sequences)
         reply = await self._command("feed", request)
         self._fed += [trajectory.id for trajectory in part.trajectories]
+        self._fed_sequences += len(sequences)
         return reply.metrics["micro_batches"] > 0
 
     async def train_step(self, batch: Batch, advantages: Sequence[Advantage]) -> StepResult:
         fed, self._fed = self._fed if batch.step == self._fed_step else [], []
+        if self._recipe.algorithm.mini_batches > 1 and any(t.segment_ends for t in batch.trajectories):
+            fed = []  # segments have moved the border of the first mini-batch; send the batch whole
         reply = await self._command("train_step", train_request(batch, advantages, fed))
         return StepResult(version=reply.version, metrics=reply.metrics)
 
@@ -191,23 +198,30 @@ class HttpTrainer:
 
 def train_request(batch: Batch, advantages: Sequence[Advantage], fed: Sequence[int] = ()) -> TrainReq:
     """The batch as it travels, without the trajectories whose ids are ``fed``."""
-    trajectories = batch.trajectories
-    places = {trajectory.id: place for place, trajectory in enumerate(trajectories)} if fed else {}
     sent = set(fed)
-    return TrainReq(
-        step=batch.step,
-        sequences=[train_sequence(t, a) for t, a in zip(trajectories, advantages, strict=True) if t.id not in sent],
-        fed=[places[number] for number in fed],
-    )
+    sequences: list[TrainSequence] = []
+    places: dict[int, range] = {}
+    place = 0
+    for trajectory, advantage in zip(batch.trajectories, advantages, strict=True):
+        segments = len(trajectory.segment_ends) or 1
+        places[trajectory.id] = range(place, place + segments)
+        place += segments
+        if trajectory.id not in sent:
+            sequences += train_sequences(trajectory, advantage)
+    return TrainReq(step=batch.step, sequences=sequences, fed=[p for number in fed for p in places[number]])
 
 
-def train_sequence(trajectory: Trajectory, advantage: Advantage) -> TrainSequence:
-    """Columns as the bytes of their arrays. What is not to be trained has an empty mask."""
-    return TrainSequence(
-        tokens=trajectory.tokens.tobytes(),
-        loss_mask=trajectory.loss_mask.tobytes() if advantage is not None else bytes(len(trajectory.loss_mask)),
-        logprobs=trajectory.logprobs.tobytes(),
-        versions=trajectory.versions.tobytes(),
-        advantage=advantage if isinstance(advantage, float) else 0.0,
-        advantages=advantage.tobytes() if isinstance(advantage, array) else b"",
-    )
+def train_sequences(trajectory: Trajectory, advantage: Advantage) -> list[TrainSequence]:
+    """A sequence for each segment: columns as the bytes of their arrays. What is not to be trained has an empty mask."""
+    cuts = (0, *(trajectory.segment_ends or (len(trajectory.tokens),)))
+    return [
+        TrainSequence(
+            tokens=trajectory.tokens[start:end].tobytes(),
+            loss_mask=trajectory.loss_mask[start:end].tobytes() if advantage is not None else bytes(end - start),
+            logprobs=trajectory.logprobs[start:end].tobytes(),
+            versions=trajectory.versions[start:end].tobytes(),
+            advantage=advantage if isinstance(advantage, float) else 0.0,
+            advantages=advantage[start:end].tobytes() if isinstance(advantage, array) else b"",
+        )
+        for start, end in pairwise(cuts)
+    ]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from asyncrl.env import Observation
-from asyncrl.runtime.conversation import Conversation
+from asyncrl.runtime.conversation import ChatTemplate, Conversation
 
 CHATML = """\
 {%- if messages[0].role != 'system' %}{{ '<|im_start|>system\\nBe brief.<|im_end|>\\n' }}{% endif %}
@@ -28,6 +28,7 @@ class CharTokenizer:
 
     def __init__(self, template: str = CHATML) -> None:
         self.eos_ids = (END,)
+        self.chat_template = template
         self.encoded = 0
         self._template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(template)
 
@@ -43,8 +44,13 @@ class CharTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(i) for i in ids if i < START)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt)
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, tools=tools)
 
 
 def user(text: str) -> Observation:
@@ -68,7 +74,7 @@ def test_chat_by_difference_is_the_whole_chat_rendered(first: str, turns: list[t
     """Where the model ended its turns itself."""
     tokenizer = CharTokenizer()
     messages = [{"role": "system", "content": "Speak."}] * system + [{"role": "user", "content": first}]
-    dialogue = Conversation(tokenizer)
+    dialogue = Conversation(ChatTemplate(tokenizer))
     dialogue.observe(Observation(messages=messages))
     for said, heard in turns:
         assert answer(dialogue, [*map(ord, said), END]) == said
@@ -81,7 +87,7 @@ def test_chat_by_difference_is_the_whole_chat_rendered(first: str, turns: list[t
 def test_a_truncated_turn_is_closed_by_the_template(first: str, turns: list[tuple[str, str]]) -> None:
     tokenizer = CharTokenizer()
     messages = [{"role": "user", "content": first}]
-    dialogue = Conversation(tokenizer)
+    dialogue = Conversation(ChatTemplate(tokenizer))
     dialogue.observe(user(first))
     for said, heard in turns:
         answer(dialogue, [*map(ord, said)], "length")
@@ -94,7 +100,7 @@ def test_a_truncated_turn_is_closed_by_the_template(first: str, turns: list[tupl
 
 def test_several_messages_at_once_and_other_roles_are_rendered_too() -> None:
     tokenizer = CharTokenizer()
-    dialogue = Conversation(tokenizer)
+    dialogue = Conversation(ChatTemplate(tokenizer))
     dialogue.observe(user("search"))
     answer(dialogue, [ord("a"), END])
     results = [{"role": "tool", "content": "one"}, {"role": "tool", "content": "two"}]
@@ -110,7 +116,7 @@ def test_several_messages_at_once_and_other_roles_are_rendered_too() -> None:
 )
 def test_what_was_sampled_stays_in_place_whatever_follows(turns: list[tuple[list[int], str]]) -> None:
     """Append-only: every state of the ids is a prefix of the next, and the turns add up to them."""
-    dialogue = Conversation(CharTokenizer())
+    dialogue = Conversation(ChatTemplate(CharTokenizer()))
     dialogue.observe("hi")
     before: list[int] = []
     for version, (output, kind) in enumerate(turns):
@@ -129,7 +135,7 @@ def test_what_was_sampled_stays_in_place_whatever_follows(turns: list[tuple[list
 
 
 def test_text_observations_are_encoded_as_they_are() -> None:
-    dialogue = Conversation(CharTokenizer())
+    dialogue = Conversation(ChatTemplate(CharTokenizer()))
     dialogue.observe("3+4=")
     assert answer(dialogue, [ord("7"), END]) == "7"
     dialogue.observe(Observation(text="\nwrong "))
@@ -138,7 +144,7 @@ def test_text_observations_are_encoded_as_they_are() -> None:
 
 
 def test_a_template_that_drops_the_model_s_turns_is_refused() -> None:
-    dialogue = Conversation(CharTokenizer(NO_ASSISTANT))
+    dialogue = Conversation(ChatTemplate(CharTokenizer(NO_ASSISTANT)))
     dialogue.observe(user("hi"))
     answer(dialogue, [ord("a"), END])
     before = list(dialogue.ids)
@@ -149,7 +155,7 @@ def test_a_template_that_drops_the_model_s_turns_is_refused() -> None:
 
 def test_a_user_s_text_that_looks_like_the_mark_harms_nothing() -> None:
     tokenizer = CharTokenizer()
-    dialogue = Conversation(tokenizer)
+    dialogue = Conversation(ChatTemplate(tokenizer))
     dialogue.observe(user("hi"))
     answer(dialogue, [ord("a"), END])
     text = "\u2063assistant\u2063 again"
@@ -162,7 +168,7 @@ def test_an_episode_of_many_turns_costs_its_own_length() -> None:
     costs = []
     for turns in (100, 200):
         tokenizer = CharTokenizer()
-        dialogue = Conversation(tokenizer)
+        dialogue = Conversation(ChatTemplate(tokenizer))
         dialogue.observe(user("begin"))
         for _ in range(turns):
             answer(dialogue, [*map(ord, "go north"), END])

@@ -227,7 +227,7 @@ class Broken(Dialogue):
 
 
 class NoTemplate(SimTokenizer):
-    def render(self, messages: Any, add_generation_prompt: bool) -> str:
+    def render(self, messages: Any, add_generation_prompt: bool, tools: Any = ()) -> str:
         raise ValueError("the model has no chat template; observations must be plain text")
 
 
