@@ -71,7 +71,10 @@ class ChatTemplate:
     @cached_property
     def drops_thoughts(self) -> bool:
         """True if a user's turn makes the template drop earlier thoughts."""
-        return not self.extension(-1, _BASE[:1])[1]
+        try:
+            return not self.extension(-1, _BASE[:1])[1]
+        except ValueError:  # it takes a single turn; whoever wants another is told then
+            return False
 
     def has_thoughts(self, text: str) -> bool:
         """True if the template may drop a part of this assistant turn."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -42,7 +43,9 @@ def parse_tool_calls(text: str, parser: Parser, turn: int = 0) -> list[ToolCall]
     """The calls in ``text``, in order; one that cannot be read has ``error``. An answer without a call gives none. Ids
     count turn and call in nine letters and digits, which is what the strictest templates (Mistral's) ask for."""
     said = text.rpartition("</think>")[2]  # what was only thought of is no call
-    read = {"hermes": _hermes, "json": _json, "pythonic": _pythonic, "none": lambda text: iter(())}[parser]
+    if parser == "none":
+        return []
+    read = {"hermes": _hermes, "json": _json, "pythonic": _pythonic}[parser]
     return [
         ToolCall(id=f"call{turn % 1000:03d}{i % 100:02d}", name=name, arguments=arguments, error=error)
         for i, (name, arguments, error) in enumerate(read(said))
@@ -84,7 +87,8 @@ def _pythonic(text: str) -> Iterator[_Call]:
         yield from _json(text)  # these models write JSON too
         return
     try:
-        listed = ast.parse(body, mode="eval").body
+        with warnings.catch_warnings(action="ignore"):  # of the model's Python
+            listed = ast.parse(body, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         yield "", {}, f"the call is no valid Python: {error}"
         return

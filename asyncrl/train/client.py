@@ -106,9 +106,7 @@ class HttpTrainer:
     async def feed(self, part: Batch, advantages: Sequence[Advantage]) -> bool:
         if part.step != self._fed_step:
             self._fed_step, self._fed, self._fed_sequences = part.step, [], 0
-        sequences = [
-            s for t, a in zip(part.trajectories, advantages, strict=True) for s in train_sequences(t, a)
-        ]
+        sequences = [s for t, a in zip(part.trajectories, advantages, strict=True) for s in train_sequences(t, a)]
         request = FeedReq(step=part.step, start=self._fed_sequences, sequences=sequences)
         reply = await self._command("feed", request)
         self._fed += [trajectory.id for trajectory in part.trajectories]
@@ -212,7 +210,7 @@ def train_request(batch: Batch, advantages: Sequence[Advantage], fed: Sequence[i
 
 
 def train_sequences(trajectory: Trajectory, advantage: Advantage) -> list[TrainSequence]:
-    """A sequence for each segment: columns as the bytes of their arrays. What is not to be trained has an empty mask."""
+    """One for each segment: columns as the bytes of their arrays. What is not to be trained has an empty mask."""
     cuts = (0, *(trajectory.segment_ends or (len(trajectory.tokens),)))
     return [
         TrainSequence(

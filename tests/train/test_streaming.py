@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from asyncrl.config import AlgorithmConfig, Recipe, TrainerConfig
 from asyncrl.core.types import Batch
 from asyncrl.train import model
-from asyncrl.train.client import train_request, train_sequence
+from asyncrl.train.client import train_request, train_sequences
 from asyncrl.train.leader import Leader
 from asyncrl.train.server import Refused
 from asyncrl.train.step import Learner
@@ -55,7 +55,7 @@ class Job:
     def feed(self, groups: list[int], start: int, batch: Batch = BATCH, step: int = 0) -> float:
         chosen = [i for i, t in enumerate(batch.trajectories) if t.group_id in groups]
         chosen.sort(key=lambda i: groups.index(batch.trajectories[i].group_id))
-        sequences = [train_sequence(batch.trajectories[i], ADVANTAGES[i]) for i in chosen]
+        sequences = [s for i in chosen for s in train_sequences(batch.trajectories[i], ADVANTAGES[i])]
         return self.leader.feed(FeedReq(step=step, start=start, sequences=sequences))["micro_batches"]
 
     def train(self, fed: list[int] = [], batch: Batch = BATCH) -> dict[str, float]:  # noqa: B006
@@ -152,7 +152,7 @@ def test_small_parts_wait_for_each_other(job: Any) -> None:
 
 def test_groups_that_teach_nothing_fill_no_micro_batch(job: Any) -> None:
     one = job()
-    silent = [train_sequence(t, 0.0) for t in BATCH.trajectories]
+    silent = [s for t in BATCH.trajectories for s in train_sequences(t, 0.0)]
     assert one.leader.feed(FeedReq(step=0, start=0, sequences=silent))["micro_batches"] == 0
 
 
@@ -205,7 +205,7 @@ def test_a_part_or_batch_that_does_not_follow_is_refused_and_the_next_is_clean(j
     with pytest.raises(Refused, match="0 sequences were fed, but the batch has places for 8"):
         one.train([0, 1])
     assert one.feed([0, 1], start=0) > 0
-    odd = msgspec.structs.replace(train_sequence(BATCH.trajectories[8], 1.0), versions=b"")
+    odd = msgspec.structs.replace(train_sequences(BATCH.trajectories[8], 1.0)[0], versions=b"")
     with pytest.raises(Refused, match="sequence 8: columns differ in length"):
         one.leader.feed(FeedReq(step=0, start=8, sequences=[odd]))
     one.train()
