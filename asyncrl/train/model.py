@@ -16,7 +16,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPO
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
@@ -24,9 +23,7 @@ from transformers.utils import logging as transformers_logging
 from asyncrl.core.manifest import Manifest, TensorInfo
 from asyncrl.train import attention, lora
 from asyncrl.train.attention import Layout
-
-LOGIT_ELEMENTS = 2**26
-"""Float32 logits that are held at once (256 MB); more positions are done in chunks and recomputed in the backward."""
+from asyncrl.train.head import chosen_logprobs
 
 
 class ModelError(Exception):
@@ -55,26 +52,14 @@ class Policy(nn.Module):
         hidden = self.lm.base_model(
             input_ids=tokens[None], position_ids=layout.positions, use_cache=False, layout=layout
         ).last_hidden_state[0][positions]
-        head = self.lm.get_output_embeddings()
-        rows = max(1, LOGIT_ELEMENTS // self.lm.config.get_text_config().vocab_size)
-        if len(targets) <= rows:
-            return _logprobs(head, hidden, targets, self.temperature, self.entropy_gradient)
-        parts = [
-            checkpoint(_logprobs, head, h, t, self.temperature, self.entropy_gradient, use_reentrant=False)
-            for h, t in zip(hidden.split(rows), targets.split(rows), strict=True)
-        ]
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
-
-
-def _logprobs(
-    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
-) -> tuple[Tensor, Tensor]:
-    logits = head(hidden).float() / temperature
-    norm = logits.logsumexp(-1)
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        logs = logits - norm[:, None]
-        entropy = -(logs.exp() * logs).sum(-1)
-    return logits.gather(-1, targets[:, None])[:, 0] - norm, entropy
+        return chosen_logprobs(
+            self.lm.get_output_embeddings(),
+            hidden,
+            targets,
+            temperature=self.temperature,
+            soft_cap=getattr(self.lm.config.get_text_config(), "final_logit_softcapping", None),
+            entropy_gradient=self.entropy_gradient,
+        )
 
 
 def load(path: str, temperature: float) -> Policy:
