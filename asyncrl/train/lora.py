@@ -31,6 +31,8 @@ def inject(lm: PreTrainedModel, config: TrainerConfig, dtype: torch.dtype, seed:
             inject_adapter_in_model(lora, lm)
     except ValueError as error:
         raise RecipeError(f"trainer.lora_targets: {' '.join(str(error).split())[:200]}") from None
+    if hasattr(lm.get_output_embeddings(), "base_layer"):
+        raise RecipeError("trainer.lora_targets: the output layer cannot have adapters (it is fused with the softmax)")
     for parameter in lm.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
