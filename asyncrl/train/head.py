@@ -30,9 +30,9 @@ def chosen_logprobs(
     float32. The logits are those of the linear layer ``head``, squashed into ±``soft_cap`` (Gemma 2), and divided by
     ``temperature``. The entropy has a gradient only with ``entropy_gradient``.
     """
-    logprobs, entropy = _ChosenLogprobs.apply(
-        hidden, head.weight, getattr(head, "bias", None), targets, temperature, soft_cap
-    )
+    bias = getattr(head, "bias", None)
+    apply: Any = _ChosenLogprobs.apply
+    logprobs, entropy = apply(hidden, head.weight, bias, targets, temperature, soft_cap)
     return logprobs, entropy if entropy_gradient else entropy.detach()
 
 

@@ -91,6 +91,8 @@ def test_named_layers_alone_get_adapters(model_folder: Path, lone_rank: dist.Pro
     assert {n.split(".")[4] for n, _ in model.named_parameters(one.learner.policy) if lora.is_factor(n)} == {"q_proj"}
     with pytest.raises(RecipeError, match=r"trainer\.lora_targets: .*nonsense"):
         rank(model_folder, lora_targets=["nonsense"])
+    with pytest.raises(RecipeError, match=r"trainer\.lora_targets: the output layer cannot have adapters"):
+        rank(model_folder, lora_targets=["q_proj", "lm_head"])
 
 
 async def test_two_ranks_train_adapters_and_one_goes_on(model_folder: Path, tmp_path: Path) -> None:
