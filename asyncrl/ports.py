@@ -240,8 +240,8 @@ class StepMetrics(Record, frozen=True, kw_only=True):
 
     ``seconds`` is the whole step and contains ``wait_s`` (for the batch), ``train_s`` and ``update_s`` (weights to the
     servers). ``streamed_s`` is what of ``train_s`` was begun before the batch was complete. ``tokens`` counts what the
-    servers generated since the run began. ``trainer`` is ``StepResult.metrics``;
-    ``buffer`` and ``ledger`` are counts by name at ``at``.
+    servers generated since the run began. ``trainer`` is ``StepResult.metrics``; ``buffer``, ``envs`` (episodes retried
+    and failed since the run began) and ``ledger`` are counts by name at ``at``.
     """
 
     batch: Batch
@@ -254,6 +254,7 @@ class StepMetrics(Record, frozen=True, kw_only=True):
     tokens: int
     trainer: Mapping[str, float] = {}
     buffer: Mapping[str, int] = {}
+    envs: Mapping[str, int] = {}
     ledger: Mapping[str, int] = {}
 
 
@@ -282,7 +283,8 @@ class Observer(Protocol):
 
     def counter(self, name: str, at: float, value: float) -> None:
         """The newest value of a quantity, by slash path. Progress shows ``rollout/waiting``, ``rollout/tokens`` (since
-        the run began), ``buffer/reserved``, ``buffer/occupied`` (groups), ``envs/failed`` and ``envs/retried``."""
+        the run began), ``buffer/reserved``, ``buffer/occupied`` (groups), ``envs/failed_task``,
+        ``envs/failed_infra`` and ``envs/retried``."""
 
     def eval(self, version: int, accuracy: float, n: int) -> None:
         """Policy ``version`` played ``n`` held-out tasks."""

@@ -149,7 +149,11 @@ IMPOSSIBLE = [
     ("env.max_turns", 0),
     ("env.retries", -1),
     ("env.failure_window", 0),
+    ("env.backoff_s", -1.0),
+    ("env.workers", -1),
+    ("env.memory_mb", -1),
     ("env.max_failure_rate", 1.1),
+    ("env.max_infra_failure_rate", -0.1),
     ("env.reset_timeout_s", 0.0),
     ("env.step_timeout_s", -1.0),
     ("env.reward_timeout_s", 0.0),
@@ -226,7 +230,11 @@ def test_an_impossible_value_is_one_line_with_the_key(key: str, value: Any) -> N
             "rollout.group_size_redundancy = 1",
             "set rollout.expand_num_return_sequences = true",
         ),
-        ({"env": {"episode_timeout_s": 10.0}}, "env.episode_timeout_s = 10.0", "60 s"),
+        (
+            {"env": {"episode_timeout_s": 179.0}},
+            "env.episode_timeout_s = 179.0",
+            "= 180 s, which a single turn may take",
+        ),
     ],
 )
 def test_an_impossible_combination_names_both_sides(table: dict[str, Any], key: str, also: str) -> None:

@@ -104,6 +104,8 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         queue_scheduling=rollout.queue_scheduling,
         filter_zero_variance=rollout.filter_zero_variance,
         retries=recipe.env.retries,
+        backoff_s=recipe.env.backoff_s,
+        rng=random.Random(f"{recipe.seed}/backoff"),
         total_groups=(recipe.run.steps - version) * rollout.batch_groups,
     )
     parameters = ParameterServer(
@@ -113,7 +115,12 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         observer=world.observer,
         version=version,
     )
-    failures = FailureWindow(size=recipe.env.failure_window, max_rate=recipe.env.max_failure_rate)
+    failures = FailureWindow(
+        name=recipe.env.target,
+        size=recipe.env.failure_window,
+        max_rate=recipe.env.max_failure_rate,
+        max_infra_rate=recipe.env.max_infra_failure_rate,
+    )
     player = EpisodePlayer(
         envs=world.envs,
         scorer=None

@@ -281,7 +281,8 @@ def _gauge(recorder: Recorder, run: Run) -> None:
         ("rollout/tokens", run.proxy.generated),
         ("buffer/reserved", buffer.staleness.reserved),
         ("buffer/occupied", buffer.staleness.occupied),
-        ("envs/failed", buffer.failed),
+        ("envs/failed_task", buffer.failed_task),
+        ("envs/failed_infra", buffer.failed_infra),
         ("envs/retried", buffer.retried),
     ):
         recorder.counter(name, now, value)

@@ -117,6 +117,7 @@ def check(recipe: Recipe) -> None:
         "env.workers": recipe.env.workers,
         "env.memory_mb": recipe.env.memory_mb,
         "env.retries": recipe.env.retries,
+        "env.backoff_s": recipe.env.backoff_s,
         "engine.retries": e.retries,
         "engine.stream_interval": e.stream_interval,
         "trainer.warmup_steps": t.warmup_steps,
@@ -170,6 +171,7 @@ def check(recipe: Recipe) -> None:
         _require(math.isfinite(number) and number > 0, key, number, "must be more than 0")
     shares = {
         "env.max_failure_rate": recipe.env.max_failure_rate,
+        "env.max_infra_failure_rate": recipe.env.max_infra_failure_rate,
         "sim.task_share": sim.task_share,
         "sim.env.success": sim.env.success,
         "sim.env.spread": sim.env.spread,
@@ -249,12 +251,14 @@ def check(recipe: Recipe) -> None:
         recipe.run.eval_tasks,
         "needs held-out rows; set task.heldout",
     )
-    nested = max(recipe.env.reset_timeout_s, recipe.env.step_timeout_s, recipe.env.reward_timeout_s)
+    env = recipe.env
+    shortest = env.reset_timeout_s + env.step_timeout_s + env.reward_timeout_s
     _require(
-        nested <= recipe.env.episode_timeout_s,
+        shortest <= env.episode_timeout_s,
         "env.episode_timeout_s",
-        recipe.env.episode_timeout_s,
-        f"is shorter than one reset, step or reward may take ({nested:g} s)",
+        env.episode_timeout_s,
+        f"is less than env.reset_timeout_s + env.step_timeout_s + env.reward_timeout_s = {shortest:g} s, which a "
+        "single turn may take; raise it, or lower those",
     )
 
 

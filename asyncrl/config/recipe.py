@@ -62,8 +62,13 @@ class EnvConfig(Section, frozen=True, kw_only=True):
     """How long user code may hold the event loop (a missing ``await``) before it is interrupted."""
     retries: int = 1
     """How often a failed episode is started anew before its group is given up."""
+    backoff_s: float = 1.0
+    """Wait before the first retry; it doubles with each, and is drawn within half of that more or less."""
     max_failure_rate: float = 0.5
-    """The run stops when more than this share of the last ``failure_window`` episodes failed."""
+    """The run stops when more than this share of the last ``failure_window`` episodes failed by the environment's own
+    fault: an exception, a missed deadline, an answer that cannot be used."""
+    max_infra_failure_rate: float = 0.5
+    """The same for failures of what it runs on: ``EnvDown``, a dead worker process, a refused generation."""
     failure_window: int = 64
 
 
@@ -75,8 +80,8 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     group_size: int = 8
     """Trajectories of one task that are trained."""
     group_size_redundancy: int = 0
-    """Redundant environments, ROLL's name for it (ROLL Flash §5.2.2): further trajectories of a task that run beside
-    its ``group_size``; the first ``group_size`` that end count, the surplus is aborted."""
+    """Redundant environments (ROLL Flash §5.2.2): further trajectories of a task that run beside its ``group_size``;
+    the first ``group_size`` that end count, the surplus is aborted. ROLL's ``group_size`` is the sum of the two."""
     num_envs: int = 64
     """Environment slots: EnvManagers that run at once."""
     max_new_tokens: int = 512
@@ -93,7 +98,9 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     queue_scheduling: bool = True
     """False: batch rollout, ROLL Flash's baseline in §5.1.1: prompts go out in waves, the next when all have ended."""
     max_additional_running_prompts: int = 0
-    """Groups that run beside what the batches need (ROLL Flash §5.1.1); the surplus is aborted."""
+    """Groups that run beside what the batches need (ROLL Flash §5.1.1, §5.2.2); the surplus is aborted. ROLL's
+    ``num_env_groups`` is ``batch_groups`` and these: its 9 × 17 for a batch of 8 × 16 is 1 here, and a
+    ``group_size_redundancy`` of 1, with ``num_envs = 153``."""
     filter_zero_variance: bool = False
     """Dynamic filtering: drop groups whose rewards are all equal, and refill exactly what was dropped."""
 

@@ -109,9 +109,10 @@ class Progress:
         else:
             rows.append(("trainer", "waiting for the first batch"))
         states = tally.states
-        failed, retried = gauges.get("envs/failed", 0), gauges.get("envs/retried", 0)
+        task, infra, retried = (gauges.get(f"envs/{name}", 0) for name in ("failed_task", "failed_infra", "retried"))
         text = f"finished {states.total():,}  filtered {states['filtered']:,}"
-        rows.append(("envs", f"{text}  failed {failed:,.0f}  retried {retried:,.0f}"))
+        of_infra = f" ({infra:,.0f} infra)" if infra else ""
+        rows.append(("envs", f"{text}  failed {task + infra:,.0f}{of_infra}  retried {retried:,.0f}"))
         if tally.evals:
             path = f" {ARROW[self._unicode]} ".join(f"{e.accuracy:.3f}" for e in _first_and_last(tally.evals))
             rows.append(("held-out", path))

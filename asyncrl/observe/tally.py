@@ -260,6 +260,7 @@ def step_line(metrics: StepMetrics, before: Mark, mark: Mark, start: float) -> d
     line |= {f"env/{name}": sum(v) / len(v) for name, v in values.items()}
     line |= {f"trainer/{name}": value for name, value in metrics.trainer.items()}
     line |= {f"buffer/{name}": value for name, value in metrics.buffer.items()}
+    line |= {f"envs/{name}": value for name, value in metrics.envs.items()}
     line |= {f"ledger/{name}": value for name, value in metrics.ledger.items()}
     bubble, idle = bubble_share(before, mark), trainer_idle_share(before, mark)
     if bubble is not None:

@@ -141,8 +141,11 @@ class AsyncController:
                     "occupied": snapshot.staleness.occupied,
                     "capacity": snapshot.staleness.capacity,
                     "filtered": snapshot.filtered,
+                },
+                envs={
                     "retried": snapshot.retried,
-                    "failed": snapshot.failed,
+                    "failed_task": snapshot.failed_task,
+                    "failed_infra": snapshot.failed_infra,
                 },
                 ledger=self._buffer.ledger.counts(),
             )

@@ -304,7 +304,7 @@ class EnvManager:
             )
 
     def _fail(self, lease: Lease, failure: EpisodeFailed) -> None:
-        self._buffer.fail(lease, str(failure))
+        self._buffer.fail(lease, str(failure), infra=failure.infra)
         self._failures.failed(failure)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -86,7 +87,8 @@ class BufferSnapshot(Record, frozen=True, kw_only=True):
     unclaimed: int
     filtered: int
     retried: int
-    failed: int
+    failed_task: int
+    failed_infra: int
 
 
 class SampleBuffer:
@@ -98,6 +100,10 @@ class SampleBuffer:
 
     ``group_size_redundancy`` members beside the ``group_size`` are begun in every group (ROLL Flash §5.2.2): the first
     ``group_size`` that end make it complete, and the rest is interrupted. It needs prompt replication.
+
+    A failed episode is begun anew at most ``retries`` times: with a new trajectory, from the first token on. The k-th
+    retry waits ``backoff_s`` · 2^(k-1), give or take half of it by ``rng``, so that what failed together does not come
+    back together; the slot that played it goes on with other work meanwhile.
 
     ``total_groups`` is what the whole run consumes. Nothing is begun that no step could train, beside the
     ``redundant_groups`` that the control runs; but where groups may be evicted none is sure of its step, so there the
@@ -118,6 +124,8 @@ class SampleBuffer:
         queue_scheduling: bool = True,
         filter_zero_variance: bool = False,
         retries: int = 0,
+        backoff_s: float = 0.0,
+        rng: random.Random | None = None,
         total_groups: int | None = None,
     ) -> None:
         self.ledger = Ledger()
@@ -131,6 +139,8 @@ class SampleBuffer:
         self._replicate = replicate
         self._filter = filter_zero_variance
         self._retries = retries
+        self._backoff_s = backoff_s
+        self._rng = rng or random.Random(0)
         self._unconsumed = math.inf if total_groups is None else total_groups
         self._next_group = 0
         self._next_trajectory = 0
@@ -153,7 +163,7 @@ class SampleBuffer:
         self._taken: tuple[Group, ...] = ()
         """The batch that the train loop has been given and not picked up yet."""
         self._closed = ""
-        self._filtered = self._retried = self._failed = 0
+        self._filtered = self._retried = self._failed_task = self._failed_infra = 0
 
     # --- admission
 
@@ -231,12 +241,20 @@ class SampleBuffer:
         else:
             self._offer(group, range(len(group.slots)))
 
-    def _offer(self, group: _OpenGroup, indices: Sequence[int]) -> None:
+    def _offer(self, group: _OpenGroup, indices: Sequence[int], *, after_s: float = 0.0) -> None:
         slots = [group.slots[i] for i in indices]
         lease = Lease(group.id, group.task, group.v_traj, [s.trajectory_id for s in slots], indices)
         for slot in slots:
             slot.lease = lease
-        self._unclaimed.append(lease)
+        if after_s:
+            asyncio.get_running_loop().call_later(after_s, self._after_backoff, lease)
+        else:
+            self._unclaimed.append(lease)
+
+    def _after_backoff(self, lease: Lease) -> None:
+        if not lease.revoked:
+            self._unclaimed.append(lease)
+            self._admit()
 
     # --- the life of an episode
 
@@ -286,14 +304,17 @@ class SampleBuffer:
             for evicted, reason in self._control.occupy(group.id).items():
                 self._drop(evicted, reason)
 
-    def fail(self, lease: Lease, reason: str) -> None:
-        """The episode failed. Its group goes on without it while enough members are left. If not, as many start anew,
-        those first that did so least often; a group that has used up its retries is given up, and another task takes
-        its place."""
+    def fail(self, lease: Lease, reason: str, *, infra: bool = False) -> None:
+        """The episode failed, of itself or of what it ran on (``infra``). Its group goes on without it while enough
+        members are left. If not, as many start anew, those first that did so least often; a group that has used up its
+        retries is given up, and another task takes its place."""
         group = self._open[lease.group_id]
         for slot in (group.slots[i] for i in lease.indices):
             if slot.trajectory is None:
-                self._failed += 1
+                if infra:
+                    self._failed_infra += 1
+                else:
+                    self._failed_task += 1
                 self.ledger.move(slot.trajectory_id, State.FAILED, reason)
                 slot.lease = None
         lost = sorted((s.attempt, i) for i, s in enumerate(group.slots) if s.lease is None)
@@ -307,7 +328,9 @@ class SampleBuffer:
                 self._next_trajectory += 1
                 self.ledger.reserve(slot.trajectory_id)
             if again:
-                self._offer(group, [i for _, i in again])
+                attempt = max(group.slots[i].attempt for _, i in again)
+                backoff = self._backoff_s * 2 ** (attempt - 1) * self._rng.uniform(0.5, 1.5)
+                self._offer(group, [i for _, i in again], after_s=backoff)
         else:
             self._give_up(group, State.ABORTED, "group failed")
             self._control.release(group.id)
@@ -432,7 +455,8 @@ class SampleBuffer:
             unclaimed=sum(1 for lease in self._unclaimed if not lease.revoked),
             filtered=self._filtered,
             retried=self._retried,
-            failed=self._failed,
+            failed_task=self._failed_task,
+            failed_infra=self._failed_infra,
         )
 
     def __repr__(self) -> str:

@@ -74,11 +74,15 @@ def _failed(where: str, error: BaseException, *, infra: bool = False) -> Episode
 
 
 class FailureWindow:
-    """Outcomes of the last ``size`` episodes; more than ``max_rate`` failed of a full window ends the run."""
+    """Outcomes of the last ``size`` episodes of the environment ``name``. The run ends when, of a full window, more
+    than ``max_rate`` failed by the environment's own fault, or more than ``max_infra_rate`` by that of what it runs
+    on."""
 
-    def __init__(self, *, size: int, max_rate: float) -> None:
+    def __init__(self, *, size: int, max_rate: float, max_infra_rate: float = 1.0, name: str = "") -> None:
         self._outcomes: deque[EpisodeFailed | None] = deque(maxlen=size)
         self._max_rate = max_rate
+        self._max_infra_rate = max_infra_rate
+        self._name = name
         self._gave_up = False
 
     def succeeded(self) -> None:
@@ -87,11 +91,18 @@ class FailureWindow:
     def failed(self, failure: EpisodeFailed) -> None:
         """Raises ``EnvFailing`` when this was one too many: once, however many fail in the same tick."""
         self._outcomes.append(failure)
-        failures = [f for f in self._outcomes if f is not None]
+        if len(self._outcomes) < (self._outcomes.maxlen or 0) or self._gave_up:
+            return
+        failures = [f for f in self._outcomes if f is not None and f.infra == failure.infra]
         rate = len(failures) / len(self._outcomes)
-        if len(self._outcomes) == self._outcomes.maxlen and rate > self._max_rate and not self._gave_up:
+        if failure.infra:
+            key, limit = "env.max_infra_failure_rate", self._max_infra_rate
+        else:
+            key, limit = "env.max_failure_rate", self._max_rate
+        if rate > limit:
             self._gave_up = True
+            of = f" of {self._name}" if self._name else ""
             raise EnvFailing(
-                f"{rate:.0%} of the last {len(self._outcomes)} episodes failed (env.max_failure_rate is "
-                f"{self._max_rate:.0%}); the first of them was {failures[0]}\n{failures[0].details}".rstrip()
+                f"{rate:.0%} of the last {len(self._outcomes)} episodes{of} failed ({key} is {limit:.0%}); "
+                f"the first of them was {failures[0]}\n{failures[0].details}".rstrip()
             )

@@ -86,7 +86,8 @@ def test_rows_show_every_component(recorder: Recorder, clock: Clock):
         "rollout/waiting": 3,
         "buffer/reserved": 6,
         "buffer/occupied": 2,
-        "envs/failed": 1,
+        "envs/failed_task": 1,
+        "envs/failed_infra": 2,
         "envs/retried": 4,
     }.items():
         recorder.counter(name, clock.now, value)
@@ -101,7 +102,7 @@ def test_rows_show_every_component(recorder: Recorder, clock: Clock):
     assert rows["server 1"] == "down"
     assert rows["buffer"] == "reserved 6  occupied 2/4  staleness - (bound 1)"
     assert rows["trainer"] == "waiting for the first batch"
-    assert rows["envs"] == "finished 2  filtered 1  failed 1  retried 4"
+    assert rows["envs"] == "finished 2  filtered 1  failed 3 (2 infra)  retried 4"
     assert rows["held-out"] == "0.250"
 
 

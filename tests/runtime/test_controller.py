@@ -176,6 +176,18 @@ def test_one_bad_episode_never_ends_a_run_but_a_failing_env_does() -> None:
     assert caught.group_contains(EnvFailing, match="Traceback")
 
 
+def test_a_retry_is_a_new_trajectory_and_what_was_trained_is_trained_once() -> None:
+    settings = recipe(env={"retries": 3, "max_turns": 3}, sim={"env": {"crash": 0.2}}, run={"steps": 6})
+    simulation = play(settings)
+    check_laws(settings, simulation)
+    assert simulation.run.buffer.snapshot().retried > 0
+    trained = [t for batch in simulation.trace.batches for t in batch.trajectories]
+    members = [(t.group_id, t.index) for t in trained]
+    assert len(set(members)) == len(members) == len({t.id for t in trained}), "one attempt of each member"
+    ends = {e[1]: e[2] for e in simulation.trace.events if e[0] == "trajectory"}
+    assert all(ends[t.id] == "consumed" for t in trained)
+
+
 def test_hanging_envs_are_timed_out_and_replaced() -> None:
     timeouts = {"step_timeout_s": 5, "reset_timeout_s": 5, "reward_timeout_s": 5, "episode_timeout_s": 20}
     settings = recipe(env=timeouts, sim={"env": {"hang": 0.1}})

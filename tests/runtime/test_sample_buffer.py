@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 
@@ -107,6 +108,40 @@ def test_a_failed_episode_is_retried_in_its_place_then_its_group_is_given_up() -
         assert [g.id for g in (await buffer.get_batch(0)).groups] == [1]
         buffer.ledger.check_balanced()
         assert buffer.ledger.reasons() == {"failed": {"crash": 2}, "aborted": {"group failed": 1}}
+
+    run(main())
+
+
+def test_retries_wait_longer_and_longer_and_the_slot_plays_something_else() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        buffer = make(batch=2, group_size=1, retries=3, backoff_s=10, rng=random.Random(1))
+        waits: list[float] = []
+        [lost] = await leases(buffer, 1)
+        for _ in range(3):
+            buffer.fail(lost, "down", infra=True)
+            failed_at = loop.time()
+            if not waits:
+                assert (await leases(buffer, 1))[0].group_id == 1
+            lost = await buffer.lease()
+            assert lost.group_id == 0
+            waits.append(loop.time() - failed_at)
+        assert all(0.5 <= w / (10 * 2**k) <= 1.5 for k, w in enumerate(waits)), waits
+        assert (buffer.snapshot().failed_task, buffer.snapshot().failed_infra) == (0, 3)
+
+    run(main())
+
+
+def test_a_retry_that_waits_is_dropped_with_its_group() -> None:
+    async def main() -> None:
+        buffer = make(batch=1, retries=1, backoff_s=10)
+        a, b = await leases(buffer, 2)
+        buffer.fail(a, "down")
+        buffer.close("run ended")
+        await asyncio.sleep(100)
+        assert buffer.snapshot().unclaimed == 0
+        buffer.ledger.check_balanced()
+        assert b.revoked
 
     run(main())
 
@@ -225,7 +260,7 @@ def test_a_failed_member_starts_anew_only_where_its_group_would_be_too_small() -
         assert [t.index for t in (await buffer.get_batch(0)).trajectories] == [1, 2]
         buffer.ledger.check_balanced()
         assert buffer.ledger.reasons() == {"failed": {"crash": 3}}
-        assert (buffer.snapshot().failed, buffer.snapshot().retried) == (3, 2)
+        assert (buffer.snapshot().failed_task, buffer.snapshot().retried) == (3, 2)
 
     run(main())
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from asyncrl.env import EnvDown
+from asyncrl.ports import RemoteError
 from asyncrl.runtime.user_code import EnvFailing, EpisodeFailed, FailureWindow, user_call
 from asyncrl.sim.loop import run
 
@@ -219,6 +221,30 @@ def test_the_end_comes_with_the_first_failure_and_its_traceback() -> None:
         "100% of the last 2 episodes failed (env.max_failure_rate is 40%); the first of them was step: the cause"
     )
     assert details == ["Traceback:", "  File x"]
+
+
+def test_the_machines_failures_have_a_rate_of_their_own() -> None:
+    window = FailureWindow(name="env.py:Guess", size=4, max_rate=0.25, max_infra_rate=0.5)
+    down = EpisodeFailed("reset", "no container", infra=True)
+    window.failed(failed())
+    for _ in range(2):
+        window.failed(down)
+    window.succeeded()  # 25 % and 50 %: neither is exceeded
+    with pytest.raises(EnvFailing) as error:
+        window.failed(down)
+    assert str(error.value) == (
+        "75% of the last 4 episodes of env.py:Guess failed (env.max_infra_failure_rate is 50%); "
+        "the first of them was infra: reset: no container"
+    )
+
+
+def test_what_is_down_and_what_failed_elsewhere() -> None:
+    down = failure(raising(EnvDown("no container\nafter 3 tries")))
+    assert (str(down), down.infra) == ("infra: step: no container", True)
+    nameless = failure(raising(EnvDown()))
+    assert str(nameless) == "infra: step: EnvDown"
+    remote = failure(raising(RemoteError("ValueError: no such tool", "Traceback …")))
+    assert (str(remote), remote.infra, remote.details) == ("step: ValueError: no such tool", False, "Traceback …")
 
 
 def test_the_run_ends_once_however_many_fail_together() -> None:
