@@ -207,6 +207,7 @@ def trajectory_line(
         "metrics": dict(t.metrics),
         "turn_ends": t.turn_ends,
         "turn_rewards": t.turn_rewards,
+        "segment_ends": t.segment_ends,
         "turn_seconds": [[round(s, 4) for s in seconds] for seconds in t.turn_seconds],
         "reset_s": round(t.reset_s, 4),
     }

@@ -110,6 +110,40 @@ def test_a_dialogue_is_appended_turn_by_turn() -> None:
     assert episode.metrics == {"turns": 3}
 
 
+def test_a_trajectory_knows_where_its_segments_end() -> None:
+    [episode] = run(play())
+    first, second, third = episode.turns
+    turns = [first, second, msgspec.structs.replace(third, new_segment=True)]
+    lease = SimpleNamespace(group_id=3, task=TASK, v_traj=0)
+    trajectory = _trajectory(lease, 7, 1, msgspec.structs.replace(episode, turns=turns))  # type: ignore[arg-type]
+    assert trajectory.segment_ends == (12, 18) == trajectory.turn_ends[1:]
+    assert _trajectory(lease, 7, 1, episode).segment_ends == ()  # type: ignore[arg-type]
+
+
+class WithTools(Dialogue):
+    """Its tools go to the template, and the calls of them come back parsed."""
+
+    async def reset(self, task: Task) -> Observation | str:
+        return Observation(messages=[{"role": "user", "content": "go"}], tools=[{"function": {"name": "look"}}])
+
+    async def step(self, action: Action) -> Step:
+        [call] = action.tool_calls
+        return Step(done=True, reward=float((call.name, call.arguments) == ("look", {"at": "it"})))
+
+
+class Caller(SimTokenizer):
+    """Whatever is generated reads as a call."""
+
+    def decode(self, ids: Any) -> str:
+        return '{"name": "look", "arguments": {"at": "it"}}' if ids[0] >= GENERATED else super().decode(ids)
+
+
+def test_tools_go_to_the_template_and_calls_come_back() -> None:
+    [episode] = run(play(WithTools, tokenizer=Caller()))
+    assert bytes(episode.turns[0].prompt_ids) == b"<tool>look\x00<user>go\x00<assistant>"
+    assert episode.reward == 1
+
+
 def test_a_trajectory_knows_what_each_turn_brought() -> None:
     class Growing(Dialogue):
         async def reset(self, task: Task) -> str:
