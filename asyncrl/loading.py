@@ -34,23 +34,23 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     required: tuple[str, ...] = ()
 
 
-def load_environment(config: EnvConfig) -> Environment:
-    """The class or function that ``env.target`` names. Raises ``RecipeError``."""
-    target, name = _load("env.target", config.target, "Class")
+def load_environment(config: EnvConfig, table: str = "env") -> Environment:
+    """The class or function that the ``target`` of the recipe's ``table`` names. Raises ``RecipeError``."""
+    target, name = _load(f"{table}.target", config.target, "Class")
     if inspect.isclass(target) and issubclass(target, (Env, SyncEnv)):
         is_sync = issubclass(target, SyncEnv)
         base, how = (SyncEnv, "def") if is_sync else (Env, "async def")
         for method in ("reset", "step", "close"):
             if inspect.iscoroutinefunction(getattr(target, method)) == is_sync:
-                raise RecipeError(f"env.target: {name}.{method} must be `{how}`")
+                raise RecipeError(f"{table}.target: {name}.{method} must be `{how}`")
             if method != "close" and getattr(target, method) is getattr(base, method):
-                raise RecipeError(f"env.target: {name} must define `{how} {method}`")
+                raise RecipeError(f"{table}.target: {name} must define `{how} {method}`")
         if not isinstance(target.cost, Cost) or target.cost.per_process < 1:
-            raise RecipeError(f"env.target: {name}.cost must be an asyncrl.Cost with per_process of at least 1")
+            raise RecipeError(f"{table}.target: {name}.cost must be an asyncrl.Cost with per_process of at least 1")
         try:
             inspect.signature(target).bind(**config.kwargs)
         except TypeError as error:
-            raise RecipeError(f"env.kwargs: {name} cannot be made with them: {error}") from None
+            raise RecipeError(f"{table}.kwargs: {name} cannot be made with them: {error}") from None
 
         def make() -> Any:
             return target(**config.kwargs)
@@ -58,12 +58,12 @@ def load_environment(config: EnvConfig) -> Environment:
         return Environment(kind=target, make_sync=make) if is_sync else Environment(kind=target, make=make)
     if inspect.isclass(target) or not callable(target):
         raise RecipeError(
-            f"env.target: {name} is no asyncrl.Env or SyncEnv class and no reward function (task, response)"
+            f"{table}.target: {name} is no asyncrl.Env or SyncEnv class and no reward function (task, response)"
         )
     try:
         inspect.signature(target).bind(None, None, **config.kwargs)
     except TypeError as error:
-        raise RecipeError(f"env.target: {name} is not a reward function (task, response): {error}") from None
+        raise RecipeError(f"{table}.target: {name} is not a reward function (task, response): {error}") from None
     return Environment(
         kind=SingleTurn, make=SingleTurn, reward=_with_kwargs(target, config.kwargs), required=("prompt",)
     )
@@ -137,8 +137,9 @@ def _where(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}{at}"
 
 
-def load_tasks(path: str, key: str, required: Sequence[str] = ()) -> list[Task]:
-    """Rows of a JSONL or Parquet file as tasks; ids are ``FILE/ROW``. ``key`` is the recipe's, for messages."""
+def load_tasks(path: str, key: str, required: Sequence[str] = (), source: str = "") -> list[Task]:
+    """Rows of a JSONL or Parquet file as tasks of ``source``; ids are ``FILE/ROW``, behind the source's name if it has
+    one. ``key`` is the recipe's, for messages."""
     file = Path(path)
     if not path:
         raise RecipeError(f"{key}: not set; name a .jsonl or .parquet file")
@@ -150,7 +151,7 @@ def load_tasks(path: str, key: str, required: Sequence[str] = ()) -> list[Task]:
         missing = [name for name in required if name not in row]
         if missing:
             raise RecipeError(f"{key}: {file}:{number}: the row has no {missing[0]!r} (it has {', '.join(row)})")
-        tasks.append(Task(id=f"{file.stem}/{number}", data=row))
+        tasks.append(Task(id="/".join(filter(None, (source, file.stem, str(number)))), data=row, source=source))
     if not tasks:
         raise RecipeError(f"{key}: {file} has no rows")
     return tasks

@@ -40,7 +40,7 @@ from asyncrl.core.types import Task, Trajectory
 from asyncrl.engine.sglang import SGLangEngine
 from asyncrl.envs.single_turn import SingleTurn
 from asyncrl.ports import EngineInfo, GenerateRequest, Observer, StepMetrics
-from asyncrl.runtime.env_manager import EnvManager, EpisodeLimits, EpisodePlayer
+from asyncrl.runtime.env_manager import EnvManager, EpisodeLimits, EpisodePlayer, EpisodePlayers
 from asyncrl.runtime.env_source import LocalEnvs
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.sample_buffer import SampleBuffer
@@ -197,8 +197,8 @@ async def runtime(url: str, case: Case) -> AsyncIterator[Play]:
     manager = EnvManager(
         name="env",
         buffer=buffer,
-        player=player,
-        failures=FailureWindow(size=64, max_rate=0.5),
+        player=EpisodePlayers({"": player}),
+        failures={"": FailureWindow(size=64, max_rate=0.5)},
         observer=Silent(),
         episode_timeout_s=600,
         temperature=1.0,

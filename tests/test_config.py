@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import Recipe, RecipeError, dumps, load, load_table, loads_json
+from asyncrl.config import Recipe, RecipeError, Source, dumps, load, load_table, loads_json
 from asyncrl.core.policy.presets import PRESETS
 
 
@@ -376,3 +376,50 @@ def test_a_profile_is_a_file_beside_the_recipe_or_a_name(tmp_path: Path) -> None
     file = write(tmp_path, '[sim.instance]\nprofile = "p.json"')
     assert load(file).sim.instance.profile == str(tmp_path / "p.json")
     assert load(file, overrides=["sim.instance.profile=qwen3-8b@h800"]).sim.instance.profile == "qwen3-8b@h800"
+
+
+def test_sources_take_over_what_they_leave_out(tmp_path: Path):
+    (tmp_path / "recipe.toml").write_text(
+        """
+        model.path = "model"
+        task.train = "games.jsonl"
+        env = { target = "play.py:Game", kwargs = { size = 3 }, max_turns = 30, reset_timeout_s = 20 }
+        [sources.games]
+        weight = 3
+        [sources.maths]
+        train = "maths.jsonl"
+        heldout = "held.jsonl"
+        target = "score.py:reward"
+        max_turns = 1
+        """
+    )
+    mixture = load(tmp_path).mixture
+    games, maths = mixture["games"], mixture["maths"]
+    assert (games.weight, games.task.train, games.task.heldout) == (3.0, str(tmp_path / "games.jsonl"), "")
+    assert (games.env.target, games.env.kwargs, games.env.max_turns) == (f"{tmp_path}/play.py:Game", {"size": 3}, 30)
+    assert (maths.task.train, maths.task.heldout) == (str(tmp_path / "maths.jsonl"), str(tmp_path / "held.jsonl"))
+    assert (maths.env.target, maths.env.kwargs, maths.env.max_turns) == (f"{tmp_path}/score.py:reward", {}, 1)
+    assert maths.env.reset_timeout_s == 20
+    assert loads_json(dumps(load(tmp_path))).mixture == mixture
+
+
+def test_without_sources_task_and_env_are_the_only_one():
+    recipe = Recipe()
+    assert recipe.mixture == {"": Source(weight=1.0, task=recipe.task, env=recipe.env)}
+
+
+@pytest.mark.parametrize(
+    ("table", "key"),
+    [
+        ({"weight": 0.0}, "sources.a.weight"),
+        ({"max_turns": 0}, "sources.a.max_turns"),
+        ({"step_timeout_s": 0.0}, "sources.a.step_timeout_s"),
+        ({"step_timeout_s": 1e9}, "env.episode_timeout_s = 600.0: is less than sources.a.reset_timeout_s"),
+        ({"wight": 1.0}, "sources[...].wight: unknown key; did you mean 'weight'"),
+    ],
+)
+def test_a_bad_source_is_one_line_with_its_key(table: dict[str, Any], key: str):
+    with pytest.raises(RecipeError) as caught:
+        load_table({"sources": {"a": table}})
+    assert key in str(caught.value)
+    assert "\n" not in str(caught.value)

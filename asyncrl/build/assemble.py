@@ -6,25 +6,36 @@ A ``World`` is what ``assemble`` needs from outside: the ports' implementations,
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from asyncrl.config import AlgorithmConfig, Recipe, RecipeError
+from asyncrl.config import AlgorithmConfig, EnvConfig, Recipe, RecipeError
 from asyncrl.core.advantage import Advantage, Advantages
 from asyncrl.core.policy.routing import ROUTING
 from asyncrl.core.staleness import make_control
 from asyncrl.core.types import Batch, Task
 from asyncrl.ports import Blocking, Engine, EnvSource, Observer, Tokenizer, Trainer, WeightTransport
 from asyncrl.runtime.controller import AsyncController, Evaluation, Service
-from asyncrl.runtime.env_manager import EnvManager, EpisodeLimits, EpisodePlayer
+from asyncrl.runtime.env_manager import EnvManager, EpisodeLimits, EpisodePlayer, EpisodePlayers
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.parameter_server import ParameterServer
 from asyncrl.runtime.reward import RewardFunction, Scorer
 from asyncrl.runtime.sample_buffer import SampleBuffer
-from asyncrl.runtime.task_source import Cursor, TaskSource
+from asyncrl.runtime.task_source import TaskMixture
 from asyncrl.runtime.user_code import FailureWindow
+
+
+class Played(msgspec.Struct, kw_only=True):
+    """One kind of tasks, and what plays them. ``config`` has its deadlines."""
+
+    weight: float = 1.0
+    train: Sequence[Task]
+    heldout: Sequence[Task]
+    envs: EnvSource
+    reward: RewardFunction | None = None
+    config: EnvConfig
 
 
 class World(msgspec.Struct, kw_only=True):
@@ -36,10 +47,8 @@ class World(msgspec.Struct, kw_only=True):
     tokenizer: Tokenizer
     blocking: Blocking
     observer: Observer
-    train_tasks: Sequence[Task]
-    heldout_tasks: Sequence[Task]
-    envs: EnvSource
-    reward: RewardFunction | None
+    sources: Mapping[str, Played]
+    """By the name that their tasks carry."""
     checkpoint: Callable[[int], Awaitable[None]]
     tasks_done: int = 0
     """Where in the order of training tasks a resumed run begins."""
@@ -67,7 +76,6 @@ async def assemble(recipe: Recipe, world: World) -> Run:
             f"rollout.max_tokens = {recipe.rollout.max_tokens}: the servers take at most {context_length}; lower it"
         )
     rng = random.Random(f"{recipe.seed}/proxy")
-    epoch, index = divmod(world.tasks_done, len(world.train_tasks))
     proxy = LLMProxy(
         route=ROUTING[recipe.engine.routing],
         observer=world.observer,
@@ -89,11 +97,11 @@ async def assemble(recipe: Recipe, world: World) -> Run:
             redundant=rollout.max_additional_running_prompts,
             step=version,
         ),
-        tasks=TaskSource(
-            world.train_tasks,
+        tasks=TaskMixture(
+            [(source.weight, source.train) for source in world.sources.values()],
             seed=recipe.seed,
             shuffle=recipe.task.shuffle,
-            cursor=Cursor(epoch=epoch, index=index),
+            done=world.tasks_done,
         ),
         group_size=rollout.group_size,
         group_size_redundancy=rollout.group_size_redundancy,
@@ -115,29 +123,16 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         observer=world.observer,
         version=version,
     )
-    failures = FailureWindow(
-        name=recipe.env.target,
-        size=recipe.env.failure_window,
-        max_rate=recipe.env.max_failure_rate,
-        max_infra_rate=recipe.env.max_infra_failure_rate,
-    )
-    player = EpisodePlayer(
-        envs=world.envs,
-        scorer=None
-        if world.reward is None
-        else Scorer(world.reward, blocking=world.blocking, timeout_s=recipe.env.reward_timeout_s),
-        proxy=proxy,
-        tokenizer=world.tokenizer,
-        limits=EpisodeLimits(
-            max_turns=recipe.env.max_turns,
-            max_new_tokens=rollout.max_new_tokens,
-            max_tokens=rollout.max_tokens,
-            reset_timeout_s=None if world.envs.keeps_deadlines else recipe.env.reset_timeout_s,
-            step_timeout_s=None if world.envs.keeps_deadlines else recipe.env.step_timeout_s,
-        ),
-        history=rollout.history,
-        tool_parser=recipe.model.tool_parser,
-    )
+    failures = {
+        name: FailureWindow(
+            name=played.config.target,
+            size=played.config.failure_window,
+            max_rate=played.config.max_failure_rate,
+            max_infra_rate=played.config.max_infra_failure_rate,
+        )
+        for name, played in world.sources.items()
+    }
+    player = EpisodePlayers({name: _player(recipe, world, played, proxy) for name, played in world.sources.items()})
     managers = [
         EnvManager(
             name=f"env {i}",
@@ -151,7 +146,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         )
         for i in range(rollout.num_envs)
     ]
-    heldout = world.heldout_tasks[: recipe.run.eval_tasks or None]
+    heldout = [task for played in world.sources.values() for task in played.heldout[: recipe.run.eval_tasks or None]]
     controller = AsyncController(
         steps=recipe.run.steps,
         advantages=_advantages(recipe.algorithm, world.own_advantage),
@@ -169,9 +164,30 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         checkpoint=world.checkpoint,
         checkpoint_every=recipe.run.checkpoint_every,
         streamed_groups=recipe.streamed_groups,
-        services=(*world.services, world.envs.run),
+        services=(*world.services, *(played.envs.run for played in world.sources.values())),
     )
     return Run(controller=controller, buffer=buffer, proxy=proxy, parameters=parameters)
+
+
+def _player(recipe: Recipe, world: World, played: Played, proxy: LLMProxy) -> EpisodePlayer:
+    env = played.config
+    return EpisodePlayer(
+        envs=played.envs,
+        scorer=None
+        if played.reward is None
+        else Scorer(played.reward, blocking=world.blocking, timeout_s=env.reward_timeout_s),
+        proxy=proxy,
+        tokenizer=world.tokenizer,
+        limits=EpisodeLimits(
+            max_turns=env.max_turns,
+            max_new_tokens=recipe.rollout.max_new_tokens,
+            max_tokens=recipe.rollout.max_tokens,
+            reset_timeout_s=None if played.envs.keeps_deadlines else env.reset_timeout_s,
+            step_timeout_s=None if played.envs.keeps_deadlines else env.step_timeout_s,
+        ),
+        history=recipe.rollout.history,
+        tool_parser=recipe.model.tool_parser,
+    )
 
 
 def _advantages(config: AlgorithmConfig, own: Callable[[Batch], Any] | None) -> Callable[[Batch], Sequence[Advantage]]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import os
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,21 +12,20 @@ from asyncrl.build import checkpoints
 from asyncrl.build.assemble import Run, World, assemble
 from asyncrl.build.errors import one_line
 from asyncrl.build.setup import set_up
-from asyncrl.config import Recipe, RecipeError, dumps
+from asyncrl.build.sources import load_environments, load_sources
+from asyncrl.config import Recipe, dumps
 from asyncrl.core.ledger import Ledger
 from asyncrl.engine.health import HealthMonitor
 from asyncrl.engine.sglang import SGLangEngine
-from asyncrl.env_workers.pool import EnvProcesses
-from asyncrl.loading import Environment, check_model, load_environment, load_own, load_tasks
+from asyncrl.loading import check_model, load_own
 from asyncrl.observe.progress import Progress
 from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.report import write_report
 from asyncrl.observe.run_dir import RECIPE, RunDirError, write_atomic
 from asyncrl.observe.summary import Summary, write_summary
-from asyncrl.ports import Engine, EngineError, EnvSource, TrainerError, WeightTransport
+from asyncrl.ports import Engine, EngineError, TrainerError, WeightTransport
 from asyncrl.processes import free_port
 from asyncrl.runtime.env_manager import EpisodePlayer
-from asyncrl.runtime.env_source import LocalEnvs
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.reward import Scorer
 from asyncrl.servers import LocalServers
@@ -57,17 +54,11 @@ async def train(
     whatever ended the run early; in every case the processes are gone, the summary is written and the report drawn when
     it returns.
     """
-    environment = load_environment(recipe.env)
-    if environment.make_sync is not None and not recipe.rollout.expand_num_return_sequences:
-        raise RecipeError(
-            "rollout.expand_num_return_sequences = false: the members of a group would wait for each other's places; "
-            "set it to true for a SyncEnv"
-        )
+    environments = load_environments(recipe)
     own_advantage = load_own(recipe.algorithm.advantage, "algorithm.advantage")
     await set_up(recipe, out)
     model_type = check_model(recipe.model.path)
-    train_tasks = load_tasks(recipe.task.train, "task.train", environment.required)
-    heldout = load_tasks(recipe.task.heldout, "task.heldout", environment.required) if recipe.task.heldout else []
+    sources = load_sources(recipe, environments)
     tokenizer = HuggingFaceTokenizer(Path(recipe.model.path))
 
     point = None if resume is None else checkpoints.find(resume, recipe)
@@ -161,10 +152,7 @@ async def train(
         tokenizer=tokenizer,
         blocking=blocking,
         observer=recorder,
-        train_tasks=train_tasks,
-        heldout_tasks=heldout,
-        envs=_envs(recipe, environment, logs),
-        reward=environment.reward,
+        sources={name: source.played(recipe, logs / "env.log") for name, source in sources.items()},
         checkpoint=checkpoint,
         tasks_done=0 if point is None else point.entry.tasks,
         own_advantage=own_advantage,
@@ -231,27 +219,6 @@ def _finish(
     finally:
         progress.close(summary, report)
     return summary
-
-
-def _envs(recipe: Recipe, environment: Environment, logs: Path) -> EnvSource:
-    """Places for the environments: in worker processes, or on the loop."""
-    env, cost = recipe.env, environment.kind.cost
-    if environment.make is not None:
-        limit = max(1, env.memory_mb // cost.memory_mb) if env.memory_mb and cost.memory_mb else 0
-        return LocalEnvs(environment.make, limit=limit)
-    objects = recipe.rollout.num_envs
-    workers = env.workers or max(min(objects, len(os.sched_getaffinity(0))), math.ceil(objects / cost.per_process))
-    return EnvProcesses(
-        env.target,
-        env.kwargs,
-        cost=cost,
-        reusable=environment.kind.reusable,
-        workers=workers,
-        memory_mb=env.memory_mb,
-        reset_timeout_s=env.reset_timeout_s,
-        step_timeout_s=env.step_timeout_s,
-        log=logs / "env.log",
-    )
 
 
 def _transport(recipe: Recipe, trainer: HttpTrainer, run_dir: Path) -> WeightTransport:

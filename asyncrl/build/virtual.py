@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from asyncrl.build.assemble import Run, World, assemble
+from asyncrl.build.assemble import Played, Run, World, assemble
 from asyncrl.build.profile import cost_of
 from asyncrl.build.samples import read_samples
 from asyncrl.config import Recipe
@@ -110,10 +110,14 @@ async def simulated(
         tokenizer=SimTokenizer(),
         blocking=SimBlocking(rng=random.Random(f"{seed}/blocking")),
         observer=checked,
-        train_tasks=tasks.train,
-        heldout_tasks=tasks.heldout,
-        envs=LocalEnvs(lambda: wrap_env(envs.make())),
-        reward=None,
+        sources={
+            "": Played(
+                train=tasks.train,
+                heldout=tasks.heldout,
+                envs=LocalEnvs(lambda: wrap_env(envs.make())),
+                config=recipe.env,
+            )
+        },
         checkpoint=checkpoint,
         own_advantage=load_own(recipe.algorithm.advantage, "algorithm.advantage"),
         services=[faults.run, checked.watch, *services],

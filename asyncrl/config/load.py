@@ -19,7 +19,7 @@ import msgspec
 
 from asyncrl.config.algorithm import check_algorithm
 from asyncrl.config.base import RecipeError, Section
-from asyncrl.config.recipe import Recipe
+from asyncrl.config.recipe import Recipe, Source
 from asyncrl.core.distributions import Empirical
 from asyncrl.core.policy.presets import PRESETS
 
@@ -227,11 +227,12 @@ def check(recipe: Recipe) -> None:
         r.max_tokens,
         f"does not fit into a server's KV cache of engine.max_total_tokens = {e.max_total_tokens}",
     )
+    turns = max(source.env.max_turns for source in recipe.mixture.values())
     _require(
-        r.expand_num_return_sequences or recipe.env.max_turns == 1,
+        r.expand_num_return_sequences or turns == 1,
         "rollout.expand_num_return_sequences",
         "false",
-        f"needs a single turn, but env.max_turns = {recipe.env.max_turns}; set it to true",
+        f"needs a single turn, but env.max_turns = {turns}; set it to true",
     )
     _require(
         r.expand_num_return_sequences or r.group_size <= e.max_running_requests,
@@ -246,19 +247,28 @@ def check(recipe: Recipe) -> None:
         "needs separate requests for the members of a group; set rollout.expand_num_return_sequences = true",
     )
     _require(
-        not recipe.run.eval_tasks or bool(recipe.task.heldout),
+        not recipe.run.eval_tasks or any(s.task.heldout for s in recipe.mixture.values()),
         "run.eval_tasks",
         recipe.run.eval_tasks,
         "needs held-out rows; set task.heldout",
     )
-    env = recipe.env
+    for name, source in recipe.mixture.items():
+        _check_source(f"sources.{name}" if name else "env", source)
+
+
+def _check_source(table: str, source: Source) -> None:
+    env = source.env
+    positive = {"weight": source.weight, "max_turns": env.max_turns}
+    positive |= {key: getattr(env, key) for key in ("reset_timeout_s", "step_timeout_s", "reward_timeout_s")}
+    for key, value in positive.items():
+        _require(math.isfinite(value) and value > 0, f"{table}.{key}", value, "must be more than 0")
     shortest = env.reset_timeout_s + env.step_timeout_s + env.reward_timeout_s
     _require(
         shortest <= env.episode_timeout_s,
         "env.episode_timeout_s",
         env.episode_timeout_s,
-        f"is less than env.reset_timeout_s + env.step_timeout_s + env.reward_timeout_s = {shortest:g} s, which a "
-        "single turn may take; raise it, or lower those",
+        f"is less than {table}.reset_timeout_s + {table}.step_timeout_s + {table}.reward_timeout_s = {shortest:g} s, "
+        "which a single turn may take; raise it, or lower those",
     )
 
 
@@ -355,6 +365,10 @@ def _resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
         recipe,
         model=replace(recipe.model, path=absolute(recipe.model.path)),
         setup=replace(recipe.setup, script=absolute(recipe.setup.script), out=absolute(recipe.setup.out)),
+        sources={
+            name: replace(s, train=absolute(s.train), heldout=absolute(s.heldout), target=target(s.target))
+            for name, s in recipe.sources.items()
+        },
         task=replace(recipe.task, train=absolute(recipe.task.train), heldout=absolute(recipe.task.heldout)),
         env=replace(recipe.env, target=target(recipe.env.target)),
         engine=replace(recipe.engine, script=absolute(recipe.engine.script)),

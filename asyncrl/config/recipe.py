@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
+import msgspec
+
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.base import Section
 from asyncrl.config.virtual import SimConfig
@@ -70,6 +72,30 @@ class EnvConfig(Section, frozen=True, kw_only=True):
     max_infra_failure_rate: float = 0.5
     """The same for failures of what it runs on: ``EnvDown``, a dead worker process, a refused generation."""
     failure_window: int = 64
+
+
+class SourceConfig(Section, frozen=True, kw_only=True):
+    """``[sources.NAME]``: one of several kinds of tasks that a run mixes. What is left out is that of ``[task]`` and
+    ``[env]``; ``kwargs`` belong to their ``target``, so they are not taken over by another one."""
+
+    weight: float = 1.0
+    """Its share of the groups that begin, over the sum of all weights."""
+    train: str = ""
+    heldout: str = ""
+    target: str = ""
+    kwargs: dict[str, Any] | None = None
+    max_turns: int | None = None
+    reset_timeout_s: float | None = None
+    step_timeout_s: float | None = None
+    reward_timeout_s: float | None = None
+
+
+class Source(Section, frozen=True, kw_only=True):
+    """A kind of tasks, resolved."""
+
+    weight: float
+    task: TaskConfig
+    env: EnvConfig
 
 
 class RolloutConfig(Section, frozen=True, kw_only=True):
@@ -238,6 +264,8 @@ class Recipe(Section, frozen=True, kw_only=True):
     setup: SetupConfig = SetupConfig()
     task: TaskConfig = TaskConfig()
     env: EnvConfig = EnvConfig()
+    sources: dict[str, SourceConfig] = {}
+    """Several environments and datasets in one run. Empty: ``[task]`` and ``[env]`` are the only one."""
     rollout: RolloutConfig = RolloutConfig()
     staleness: StalenessConfig = StalenessConfig()
     update: UpdateConfig = UpdateConfig()
@@ -249,6 +277,13 @@ class Recipe(Section, frozen=True, kw_only=True):
     sim: SimConfig = SimConfig()
 
     @property
+    def mixture(self) -> dict[str, Source]:
+        """What tasks come from, by name: at least one."""
+        if not self.sources:
+            return {"": Source(weight=1.0, task=self.task, env=self.env)}
+        return {name: _source(config, self.task, self.env) for name, config in self.sources.items()}
+
+    @property
     def batch_trajectories(self) -> int:
         return self.rollout.batch_groups * self.rollout.group_size
 
@@ -256,3 +291,12 @@ class Recipe(Section, frozen=True, kw_only=True):
     def streamed_groups(self) -> int:
         """Whole groups of a batch's first mini-batch, if those go to the trainer one by one."""
         return self.rollout.batch_groups // self.algorithm.mini_batches if self.trainer.stream else 0
+
+
+def _source(config: SourceConfig, task: TaskConfig, env: EnvConfig) -> Source:
+    replace = msgspec.structs.replace
+    given = {key: value for key, value in msgspec.structs.asdict(config).items() if value not in ("", None)}
+    if "target" in given:
+        given.setdefault("kwargs", {})
+    own_task = {key: given.pop(key) for key in ("train", "heldout") if key in given}
+    return Source(weight=given.pop("weight"), task=replace(task, **own_task), env=replace(env, **given))

@@ -24,11 +24,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 class Task(Record, frozen=True, kw_only=True):
     """One row of a dataset; an episode starts from it.
 
+    ``source`` is its name in the recipe's ``[sources]``, empty where there is only one.
+
     Example: ``Task(id="train/17", data={"prompt": "3492=", "answer": "3d 4h 9g 2i #i"})``
     """
 
     id: str
     data: Mapping[str, Any]
+    source: str = ""
 
 
 class Turn(Record, frozen=True, kw_only=True):

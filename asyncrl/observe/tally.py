@@ -220,7 +220,8 @@ def step_line(metrics: StepMetrics, before: Mark, mark: Mark, start: float) -> d
 
     ``time/*`` are seconds (``time/at`` since the run began; ``time/streamed``, where the trainer streams, is what of
     ``time/train`` was begun before the batch was complete), ``response/*`` generated tokens of a trajectory,
-    ``staleness/count/K`` trajectories of staleness K, ``env/NAME`` the mean of the environment's metric NAME, and
+    ``staleness/count/K`` trajectories of staleness K, ``env/NAME`` the mean of the environment's metric NAME,
+    ``source/NAME/*`` the share of the batch, mean reward and generated tokens of one of several sources, and
     ``tokens/s``, ``bubble/share`` and ``bubble/trainer_idle`` are since the step before (the first time: since the run
     began).
     """
@@ -251,6 +252,14 @@ def step_line(metrics: StepMetrics, before: Mark, mark: Mark, start: float) -> d
     }
     for k, count in sorted(Counter(staleness).items()):
         line[f"staleness/count/{k}"] = count
+    sources: dict[str, list[Trajectory]] = {}
+    for group in batch.groups:
+        if group.task.source:
+            sources.setdefault(group.task.source, []).extend(group.trajectories)
+    for source, own in sorted(sources.items()):
+        line[f"source/{source}/share"] = len(own) / n
+        line[f"source/{source}/reward"] = sum(t.reward for t in own) / len(own)
+        line[f"source/{source}/response"] = sum(t.generated for t in own) / len(own)
     values: dict[str, list[float]] = {}
     for t in trajectories:
         for name, value in t.metrics.items():

@@ -23,12 +23,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from asyncrl.core.advantage import Advantage
 from asyncrl.core.types import Batch, Record, Task
 from asyncrl.ports import Observer, StepMetrics, Trainer
-from asyncrl.runtime.env_manager import EnvManager, EpisodePlayer
+from asyncrl.runtime.env_manager import EnvManager, EpisodePlayers
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.parameter_server import ParameterServer
 from asyncrl.runtime.sample_buffer import SampleBuffer
@@ -62,8 +62,8 @@ class AsyncController:
         parameters: ParameterServer,
         trainer: Trainer,
         env_managers: Sequence[EnvManager],
-        player: EpisodePlayer,
-        failures: FailureWindow,
+        player: EpisodePlayers,
+        failures: Mapping[str, FailureWindow],
         evaluation: Evaluation,
         observer: Observer,
         checkpoint: Callable[[int], Awaitable[None]],
@@ -181,9 +181,9 @@ class AsyncController:
                     [episode] = await self._player.play(task, v_traj=version, temperature=evaluation.temperature)
                 except EpisodeFailed as failure:
                     scores.append(0.0)
-                    self._failures.failed(failure)
+                    self._failures[task.source].failed(failure)
                 else:
-                    self._failures.succeeded()
+                    self._failures[task.source].succeeded()
                     scores.append(episode.metrics.get("accuracy", episode.reward))
 
         async with asyncio.TaskGroup() as group:

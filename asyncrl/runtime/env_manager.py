@@ -214,6 +214,17 @@ class EpisodePlayer:
         await to_the_end(close_all(), self._limits.close_timeout_s + 1.0)
 
 
+class EpisodePlayers:
+    """One ``EpisodePlayer`` for each source of tasks, by its name."""
+
+    def __init__(self, players: Mapping[str, EpisodePlayer]) -> None:
+        self._players = players
+
+    async def play(self, task: Task, **how: Any) -> list[Episode]:
+        """As ``EpisodePlayer.play``."""
+        return await self._players[task.source].play(task, **how)
+
+
 def _ended(dialogue: Conversation, reward: float, finish_reason: str, step: Step) -> Episode:
     return Episode(
         turns=dialogue.turns,
@@ -236,15 +247,15 @@ def _observe(dialogue: Conversation, where: str, observation: Observation | str)
 
 
 class EnvManager:
-    """One slot. ``name`` is its track in the trace."""
+    """One slot. ``name`` is its track in the trace; ``failures`` are by the source of the task."""
 
     def __init__(
         self,
         *,
         name: str,
         buffer: SampleBuffer,
-        player: EpisodePlayer,
-        failures: FailureWindow,
+        player: EpisodePlayers,
+        failures: Mapping[str, FailureWindow],
         observer: Observer,
         episode_timeout_s: float,
         temperature: float,
@@ -294,7 +305,7 @@ class EnvManager:
             outcome = "failed"
         else:
             if not lease.revoked:
-                self._failures.succeeded()
+                self._failures[lease.task.source].succeeded()
                 for trajectory_id, index, episode in zip(lease.trajectory_ids, lease.indices, episodes, strict=True):
                     self._buffer.put(lease, _trajectory(lease, trajectory_id, index, episode))
         finally:
@@ -305,7 +316,7 @@ class EnvManager:
 
     def _fail(self, lease: Lease, failure: EpisodeFailed) -> None:
         self._buffer.fail(lease, str(failure), infra=failure.infra)
-        self._failures.failed(failure)
+        self._failures[lease.task.source].failed(failure)
 
 
 def _trajectory(lease: Lease, trajectory_id: int, index: int, episode: Episode) -> Trajectory:

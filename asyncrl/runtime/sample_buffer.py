@@ -26,7 +26,7 @@ from asyncrl.core.ledger import Ledger, State
 from asyncrl.core.staleness.base import StalenessControl, StalenessSnapshot, StalenessViolation
 from asyncrl.core.types import Batch, Group, Record, Task, Trajectory
 from asyncrl.ports import Observer
-from asyncrl.runtime.task_source import TaskSource
+from asyncrl.runtime.task_source import TaskMixture, TaskSource
 
 
 class Lease:
@@ -114,7 +114,7 @@ class SampleBuffer:
         self,
         *,
         control: StalenessControl,
-        tasks: TaskSource,
+        tasks: TaskSource | TaskMixture,
         group_size: int,
         group_size_redundancy: int = 0,
         redundant_groups: int = 0,

@@ -1,4 +1,5 @@
-"""TaskSource: which task comes next. A seeded, resumable cursor over a dataset, shuffled anew every epoch.
+"""TaskSource: which task comes next. A seeded, resumable cursor over a dataset, shuffled anew every epoch; and
+TaskMixture, which takes turns among several.
 
 Synchronous and never waits: the SampleBuffer asks for a task at the moment it admits a group.
 """
@@ -48,3 +49,34 @@ class TaskSource:
         if self._shuffle:
             random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
         return order
+
+
+class TaskMixture:
+    """Tasks of several datasets, ``(weight, tasks)`` each, so that at every moment each has had about its share: the
+    next is of the one that lags most behind. ``done`` tasks were given before; the order goes on behind them."""
+
+    def __init__(
+        self, datasets: Sequence[tuple[float, Sequence[Task]]], *, seed: int, shuffle: bool = True, done: int = 0
+    ) -> None:
+        total = sum(weight for weight, _ in datasets)
+        self._shares = [weight / total for weight, _ in datasets]
+        self._given = [0] * len(datasets)
+        for _ in range(done):
+            self._turn()
+        self._sources = [
+            TaskSource(
+                tasks, seed=seed, shuffle=shuffle, cursor=Cursor(epoch=given // len(tasks), index=given % len(tasks))
+            )
+            for (_, tasks), given in zip(datasets, self._given, strict=True)
+        ]
+
+    def next(self) -> Task:
+        return self._sources[self._turn()].next()
+
+    def _turn(self) -> int:
+        """The number of the dataset whose turn it is, counted as given."""
+        after = sum(self._given) + 1
+        lags = [share * after - given for share, given in zip(self._shares, self._given, strict=True)]
+        turn = lags.index(max(lags))
+        self._given[turn] += 1
+        return turn

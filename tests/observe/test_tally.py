@@ -128,3 +128,28 @@ def test_the_longest_episode_is_that_of_the_newest_step():
     assert tally.metrics["rollout/longest_s"] == pytest.approx(90.0)
     one_step(tally, clock, 1)
     assert tally.metrics["rollout/longest_s"] == pytest.approx(8.0)
+
+
+def test_each_of_several_sources_has_its_own_numbers():
+    step = make_step(0, [], 5.0)
+    groups = tuple(
+        Group(
+            id=i,
+            task=Task(id=f"{source}/{i}", data={}, source=source),
+            v_traj=0,
+            trajectories=(make_trajectory(i, reward=reward, length=length),),
+        )
+        for i, (source, reward, length) in enumerate([("maths", 1.0, 4), ("games", 0.5, 10), ("maths", 0.0, 6)])
+    )
+    clock = Clock()
+    tally = make_tally(clock)
+    tally.step(msgspec.structs.replace(step, batch=Batch(step=0, groups=groups)))
+    seen = {key: value for key, value in tally.metrics.items() if key.startswith("source/")}
+    assert seen == {
+        "source/games/share": 1 / 3,
+        "source/games/reward": 0.5,
+        "source/games/response": 10,
+        "source/maths/share": 2 / 3,
+        "source/maths/reward": 0.5,
+        "source/maths/response": 5,
+    }

@@ -349,7 +349,7 @@ def test_a_deadline_and_a_revocation_in_the_same_tick_do_not_meet() -> None:
                     max_turns=1, max_new_tokens=5, max_tokens=50, reset_timeout_s=90, step_timeout_s=90
                 ),
             ),
-            failures=FailureWindow(size=10, max_rate=1.0),
+            failures={"": FailureWindow(size=10, max_rate=1.0)},
             observer=TraceRecorder(),
             episode_timeout_s=10,
             temperature=1.0,

@@ -283,12 +283,12 @@ def test_a_slot_that_is_not_given_back_is_found(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_environment_that_is_not_closed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    close, calls = EpisodePlayer._close, [0]
+    release, calls = EpisodePlayer._release, [0]
 
-    async def forgetful(self: EpisodePlayer, envs: Any) -> None:
+    async def forgetful(self: EpisodePlayer, envs: Any, whole: bool) -> None:
         calls[0] += 1
         if calls[0] != 5:
-            await close(self, envs)
+            await release(self, envs, whole)
 
-    monkeypatch.setattr(EpisodePlayer, "_close", forgetful)
+    monkeypatch.setattr(EpisodePlayer, "_release", forgetful)
     assert "1 more environments were made than closed" in str(violation(recipe()))
