@@ -37,7 +37,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 STEPS = 3
 RECIPE = Recipe(
-    trainer=TrainerConfig(ranks=2, learning_rate=1e-3, grad_clip=0.5, micro_batch_tokens=64, connect_timeout_s=120),
+    trainer=TrainerConfig(ranks=2, learning_rate=1e-3, grad_clip=0.5, micro_batch_tokens=40, connect_timeout_s=120),
     # Two updates a batch, and a reference model: all that makes a step collective more than once.
     algorithm=AlgorithmConfig(clip_high=0.3, mini_batches=2, kl_coef=0.05, entropy_coef=0.01),
     weights=WeightsConfig(bucket_mb=1),
@@ -101,10 +101,16 @@ async def test_the_job_describes_itself(trainer: HttpTrainer, model_folder: Path
 async def test_two_ranks_and_one_rank_arrive_at_the_same_weights(
     trainer: HttpTrainer, model_folder: Path, tmp_path: Path
 ) -> None:
+    """The two begin with a part of the first mini-batch, from the second step on; the one has each batch whole."""
     for step in range(STEPS):
         batch = make_batch(step, seed=step)
-        result = await trainer.train_step(batch, make_advantages(batch, step))
+        advantages = make_advantages(batch, step)
+        if step:
+            part = msgspec.structs.replace(batch, groups=(batch.groups[1], batch.groups[0]))
+            assert await trainer.feed(part, advantages[4:8] + advantages[:4])
+        result = await trainer.train_step(batch, advantages)
         assert result.version == step + 1
+        assert result.metrics.get("streamed_sequences", 0) == (8 if step else 0)
     out = await saved(trainer, tmp_path)
     weights, metrics = alone(model_folder, STEPS)
     for name in (
