@@ -28,8 +28,16 @@ class TrainerError(Exception):
     """The trainer died or refused a step. One line with the remedy."""
 
 
+class TrainerDied(TrainerError):
+    """The training job has ended, or answers no more; ``Trainer.connect`` starts another. One line that says why."""
+
+
 class CheckpointFailed(TrainerError):
     """A checkpoint was not written; training can go on. One line that names the folder."""
+
+
+class CheckpointLost(CheckpointFailed):
+    """The job died while it wrote the checkpoint; one that is begun now may succeed."""
 
 
 class RemoteError(Exception):
@@ -132,17 +140,24 @@ class Engine(Protocol):
 
 
 class StepResult(Record, frozen=True, kw_only=True):
-    """Outcome of one train step."""
+    """Outcome of one train step. ``checksum`` tells the new weights from others; equal weights have the same on
+    equally many ranks."""
 
     version: int
     metrics: dict[str, float]
+    checksum: int = 0
 
 
 class Trainer(Protocol):
-    """The training job behind rank 0 (DESIGN.md §8). Raises ``TrainerError``."""
+    """The training job behind rank 0 (DESIGN.md §8). Raises ``TrainerError``, and ``TrainerDied`` where ``connect``
+    can start a new job in place of the one that ended."""
 
     async def connect(self) -> int:
-        """Wait until every rank is ready (bounded); the version of its weights."""
+        """Start the job, if there is none that can be used, from the newest complete checkpoint, or else the initial
+        model. Wait until every rank is ready (bounded); the version of its weights."""
+
+    async def watch(self) -> None:
+        """Wait for the job's death, and raise ``TrainerDied``."""
 
     async def feed(self, part: Batch, advantages: Sequence[Advantage]) -> bool:
         """Begin with groups that are certain of ``part.step``'s batch, and of its first mini-batch; call it again with

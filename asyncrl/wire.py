@@ -225,10 +225,11 @@ class FeedReq(msgspec.Struct, kw_only=True, frozen=True):
 class TrainReply(msgspec.Struct, kw_only=True, frozen=True):
     """Metrics of one step (``loss``, ``grad_norm``, ``lr``, ``tokens``, ``ratio_mean`` …), and the version reached.
     Also the answer to /feed, /publish, /join_group, /save, /saved and /shutdown. With ``error`` set, nothing has
-    changed."""
+    changed. ``checksum`` is that of the weights that the last step made (``ports.StepResult``)."""
 
     version: int
     metrics: dict[str, float]
+    checksum: int = 0
     error: str | None = None
 
 
@@ -261,9 +262,10 @@ class SaveReq(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class TrainerInfo(msgspec.Struct, kw_only=True, frozen=True):
-    """GET /health of the trainer: ready once it answers."""
+    """GET /health of the trainer: ready once it answers. ``checksum`` is that of its last step, 0 before the first."""
 
     version: int
+    checksum: int = 0
     world_size: int
     backend: str
     parameters: int

@@ -423,3 +423,32 @@ def test_a_bad_source_is_one_line_with_its_key(table: dict[str, Any], key: str):
         load_table({"sources": {"a": table}})
     assert key in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("run", "trainer", "every"),
+    [
+        ({}, {}, 20),
+        ({"checkpoint_every": 5}, {}, 5),
+        ({"checkpoint_every": 50}, {"replay_steps": 8}, 8),
+        ({"checkpoint_every": 50}, {"restarts": 0}, 50),
+        ({}, {"url": "http://elsewhere:1"}, 0),
+    ],
+)
+def test_checkpoints_are_as_frequent_as_restarts_need_them(
+    run: dict[str, Any], trainer: dict[str, Any], every: int
+) -> None:
+    assert load_table({"run": run, "trainer": trainer}).checkpoint_every == every
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        ({"restarts": -1}, "trainer.restarts = -1: must be 0 or more"),
+        ({"replay_steps": 0}, "trainer.replay_steps = 0: must be at least 1"),
+    ],
+)
+def test_restarts_and_kept_steps_are_counts(trainer: dict[str, int], message: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        load_table({"trainer": trainer})
+    assert line(error) == message

@@ -3,7 +3,8 @@
     core ← env ← ports, wire, shield ← config ← worlds ← build ← cli
 
 The worlds are runtime, engine, serve, train, weights, sim, envs, observe, and the adapter modules workers, env_workers,
-processes, servers, tokenizer, watchdog and loading. They know what is below them, not each other; ``build`` wires them.
+processes, servers, tokenizer, watchdog, loading, checksum. They know what is below them and not each other; ``build``
+wires them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ SAME_LEVEL = {
     ("env_workers", "processes"): "a worker is a child process",
     ("env_workers", "loading"): "a worker imports the class that the recipe names",
     ("train", "processes"): "the torchrun job is a child process",
+    ("train", "checksum"): "what the sending end of a transport says of each tensor",
     ("train", "loading"): "a user's loss is named as an environment is",
     ("train", "weights.sender"): "rank 0 is the sending end of a transport",
 }
@@ -97,7 +99,7 @@ def test_every_exception_to_the_layers_is_in_use() -> None:
 
 def test_every_top_level_name_has_its_place() -> None:
     worlds = {"runtime", "engine", "serve", "train", "weights", "sim", "envs", "observe"}
-    worlds |= {"workers", "env_workers", "processes", "servers", "tokenizer", "watchdog", "loading"}
+    worlds |= {"workers", "env_workers", "processes", "servers", "tokenizer", "watchdog", "loading", "checksum"}
     assert {name.partition(".")[0] for name in NAMES} == worlds | set(HEIGHT)
 
 

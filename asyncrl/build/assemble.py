@@ -16,11 +16,12 @@ from asyncrl.core.advantage import Advantage, Advantages
 from asyncrl.core.policy.routing import ROUTING
 from asyncrl.core.staleness import make_control
 from asyncrl.core.types import Batch, Task
-from asyncrl.ports import Blocking, Engine, EnvSource, Observer, Tokenizer, Trainer, WeightTransport
+from asyncrl.ports import Blocking, Engine, EnvSource, Observer, Tokenizer, WeightTransport
 from asyncrl.runtime.controller import AsyncController, Evaluation, Service
 from asyncrl.runtime.env_manager import EnvManager, EpisodeLimits, EpisodePlayer, EpisodePlayers
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.parameter_server import ParameterServer
+from asyncrl.runtime.restarts import RestartingTrainer
 from asyncrl.runtime.reward import RewardFunction, Scorer
 from asyncrl.runtime.sample_buffer import SampleBuffer
 from asyncrl.runtime.task_source import TaskMixture
@@ -42,7 +43,7 @@ class World(msgspec.Struct, kw_only=True):
     """Everything outside the runtime. ``engines`` are reachable (or become so within their deadline)."""
 
     engines: Sequence[Engine]
-    trainer: Trainer
+    trainer: RestartingTrainer
     transport: WeightTransport
     tokenizer: Tokenizer
     blocking: Blocking
@@ -119,10 +120,12 @@ async def assemble(recipe: Recipe, world: World) -> Run:
     parameters = ParameterServer(
         proxy=proxy,
         transport=world.transport,
+        trainer=world.trainer,
         running=recipe.update.running,
         observer=world.observer,
         version=version,
     )
+    world.trainer.restage = parameters.restage
     failures = {
         name: FailureWindow(
             name=played.config.target,
@@ -162,9 +165,9 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         ),
         observer=world.observer,
         checkpoint=world.checkpoint,
-        checkpoint_every=recipe.run.checkpoint_every,
+        checkpoint_every=recipe.checkpoint_every,
         streamed_groups=recipe.streamed_groups,
-        services=(*world.services, *(played.envs.run for played in world.sources.values())),
+        services=(*world.services, world.trainer.watch, *(played.envs.run for played in world.sources.values())),
     )
     return Run(controller=controller, buffer=buffer, proxy=proxy, parameters=parameters)
 

@@ -22,7 +22,7 @@ import msgspec
 from asyncrl.config import Recipe, RecipeError
 from asyncrl.core.types import Record
 from asyncrl.observe.run_dir import METRICS, read_lines, write_atomic
-from asyncrl.ports import Blocking, CheckpointFailed
+from asyncrl.ports import Blocking, CheckpointFailed, CheckpointLost
 from asyncrl.shield import to_the_end
 from asyncrl.train.description import PREFIX, CheckpointError, check, version_of, versions
 
@@ -113,12 +113,17 @@ def find(path: Path, recipe: Recipe) -> ResumePoint:
     return ResumePoint(run_dir=folder.parent, checkpoint=path, entry=entry)
 
 
+def clear_up(folder: Path) -> None:
+    """Remove what a trainer that was killed had not finished writing, and what a run had not finished removing."""
+    for path in folder.glob(f".{PREFIX}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def set_aside(point: ResumePoint) -> None:
     """Clear up what a killed run left, and rename checkpoints that are newer than the one resumed from: they are of
     steps that will be trained anew."""
     folder = point.run_dir / FOLDER
-    for path in folder.glob(f".{PREFIX}*"):
-        shutil.rmtree(path, ignore_errors=True)
+    clear_up(folder)
     for version in versions(folder):
         if version > point.entry.version:
             target = folder / f"lost-{PREFIX}{version}"
@@ -162,6 +167,7 @@ class Keeper:
         """A checkpoint of the trainer's version. Returns when training may go on."""
         async with self._lock:
             await self._settle()
+            await self._blocking.run(clear_up, self._folder)
             try:
                 version = await self._trainer.save(str(self._folder))
             except CheckpointFailed as error:
@@ -176,13 +182,16 @@ class Keeper:
 
     async def last(self, version: int) -> None:
         """Return when a checkpoint of ``version`` or later is complete. Raises ``CheckpointFailed``."""
-        self._failure = None
-        if self.newest < version:
-            await self.begin()
-        async with self._lock:
-            await self._settle()
-        if self._failure is not None:
-            raise self._failure
+        while True:
+            self._failure = None
+            if self.newest < version:
+                await self.begin()
+            async with self._lock:
+                await self._settle()
+            if self._failure is None:
+                return
+            if not isinstance(self._failure, CheckpointLost):
+                raise self._failure
 
     async def watch(self) -> None:
         """Until cancelled: enter what is complete into the index, and remove what need not be kept."""
@@ -225,4 +234,5 @@ class Keeper:
 
     def _failed(self, error: CheckpointFailed) -> None:
         self._failure = error
+        self.newest = self._entries[-1].version if self._entries else self._resumed or 0
         self._note(f"{error}; training goes on from memory, and the next checkpoint is tried in its turn")

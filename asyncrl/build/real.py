@@ -27,6 +27,7 @@ from asyncrl.ports import Engine, EngineError, TrainerError, WeightTransport
 from asyncrl.processes import free_port
 from asyncrl.runtime.env_manager import EpisodePlayer
 from asyncrl.runtime.llm_proxy import LLMProxy
+from asyncrl.runtime.restarts import RestartingTrainer
 from asyncrl.runtime.reward import Scorer
 from asyncrl.servers import LocalServers
 from asyncrl.tokenizer import HuggingFaceTokenizer
@@ -78,7 +79,7 @@ async def train(
     progress = Progress(recorder, out)
     blocking = ThreadBlocking()
     servers = LocalServers(recipe, logs=logs, note=progress.note)
-    trainer = HttpTrainer(
+    job = HttpTrainer(
         recipe,
         recipe.model.path,
         run_dir=logs,
@@ -86,11 +87,19 @@ async def train(
         url=recipe.trainer.url,
         resume=None if point is None else point.checkpoint,
     )
+    trainer = RestartingTrainer(
+        job,
+        restarts=recipe.trainer.restarts if recipe.trainer.restartable else 0,
+        replay_steps=recipe.trainer.replay_steps,
+        backoff_s=recipe.trainer.restart_backoff_s,
+        observer=recorder,
+        note=progress.note,
+    )
     engines = [
         SGLangEngine(url, f"server {i}", recipe.engine, rng=random.Random(f"{recipe.seed}/{i}"), model_type=model_type)
         for i, url in enumerate(servers.urls)
     ]
-    transport = _transport(recipe, trainer, run_dir)
+    transport = _transport(recipe, job, run_dir)
 
     run: Run | None = None
 
@@ -129,7 +138,7 @@ async def train(
     async def last_checkpoint() -> None:
         """What has been trained is kept, if that can be done in time; a second interrupt cuts it short."""
         version = 0 if run is None else run.parameters.version
-        if keeper.has(version) or not trainer.alive or not recipe.run.last_checkpoint_s:
+        if keeper.has(version) or not job.alive or not recipe.run.last_checkpoint_s:
             return
         progress.note("writing a last checkpoint")
         try:

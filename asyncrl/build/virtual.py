@@ -6,8 +6,10 @@ What the run does is checked all the way (sim/invariants.py).
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -18,9 +20,10 @@ from asyncrl.config import Recipe
 from asyncrl.core.transfer import Transport
 from asyncrl.env import Env
 from asyncrl.loading import load_own
-from asyncrl.ports import Observer
+from asyncrl.ports import CheckpointLost, Observer
 from asyncrl.runtime.controller import Service
 from asyncrl.runtime.env_source import LocalEnvs
+from asyncrl.runtime.restarts import RestartingTrainer
 from asyncrl.sim.blocking import SimBlocking
 from asyncrl.sim.engine import SimEngine
 from asyncrl.sim.env import SimEnvs
@@ -96,16 +99,33 @@ async def simulated(
     ]
     trainer = SimTrainer(sim.trainer, recipe.trainer.ranks * recipe.trainer.micro_batch_tokens)
     envs = SimEnvs(sim.env, tasks, seed=seed, max_turns=recipe.env.max_turns)
-    faults = Faults(
-        schedule(sim, servers=len(engines), seed=seed), engines=engines, trainer=trainer, envs=envs, observer=checked
+    struck = schedule(sim, servers=len(engines), seed=seed, restartable=recipe.trainer.restarts > 0)
+    faults = Faults(struck, engines=engines, trainer=trainer, envs=envs, observer=checked)
+    may_die = any(fault.kind == "trainer_crash" for fault in struck)
+    restarting = RestartingTrainer(
+        trainer,
+        restarts=recipe.trainer.restarts if may_die else 0,  # a trainer that cannot die needs no batches kept
+        replay_steps=recipe.trainer.replay_steps,
+        backoff_s=recipe.trainer.restart_backoff_s,
+        observer=checked,
+        note=lambda text: None,
     )
+    begun = asyncio.Event()
 
     async def checkpoint(version: int) -> None:
-        await trainer.save(f"version {version}")
+        await restarting.save("checkpoints")
+        begun.set()
+
+    async def keep() -> None:
+        while True:
+            await begun.wait()
+            begun.clear()
+            with suppress(CheckpointLost):
+                await restarting.saved()
 
     world = World(
         engines=engines,
-        trainer=trainer,
+        trainer=restarting,
         transport=SimTransport(sim.weights, transport_of(recipe), servers=len(engines), trainer=trainer),
         tokenizer=SimTokenizer(),
         blocking=SimBlocking(rng=random.Random(f"{seed}/blocking")),
@@ -120,7 +140,7 @@ async def simulated(
         },
         checkpoint=checkpoint,
         own_advantage=load_own(recipe.algorithm.advantage, "algorithm.advantage"),
-        services=[faults.run, checked.watch, *services],
+        services=[faults.run, checked.watch, keep, *services],
     )
     run = await assemble(recipe, world)
     checked.books = Books(

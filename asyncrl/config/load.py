@@ -100,6 +100,7 @@ def check(recipe: Recipe) -> None:
     at_least_one |= {
         "sim.instance.gpus": sim.instance.gpus,
         "sim.trainer.gpus": sim.trainer.gpus,
+        "trainer.replay_steps": t.replay_steps,
         "sim.tasks": sim.tasks,
     }
     for key, value in at_least_one.items():
@@ -120,6 +121,8 @@ def check(recipe: Recipe) -> None:
         "env.backoff_s": recipe.env.backoff_s,
         "engine.retries": e.retries,
         "engine.stream_interval": e.stream_interval,
+        "trainer.restarts": t.restarts,
+        "trainer.restart_backoff_s": t.restart_backoff_s,
         "trainer.warmup_steps": t.warmup_steps,
         "trainer.lora_rank": t.lora_rank,
         "trainer.weight_decay": t.weight_decay,
@@ -129,7 +132,9 @@ def check(recipe: Recipe) -> None:
         "sim.instance.load_s": sim.instance.load_s,
         "sim.instance.start_s": sim.instance.start_s,
         "sim.trainer.fixed_s": sim.trainer.fixed_s,
+        "sim.trainer.save_s": sim.trainer.save_s,
         "sim.trainer.scaling": sim.trainer.scaling,
+        "sim.trainer.start_s": sim.trainer.start_s,
         "sim.weights.hop_s": sim.weights.hop_s,
         "sim.heldout": sim.heldout,
         "sim.random_faults": sim.random_faults,

@@ -223,8 +223,20 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """The adapters' part of a weight is lora_alpha / lora_rank · B·A."""
     lora_targets: list[str] = []
     """Names of the linear layers with adapters, as ``q_proj``. Empty: all but the output layer."""
+    restarts: int = 3
+    """How often a job that died is started again without a new step between; 0: its death ends the run. The steps since
+    its newest checkpoint are trained again, exactly; rollouts go on meanwhile. Not for a job at ``url``."""
+    restart_backoff_s: float = 5.0
+    """Pause before the first restart; twice as long before each further one."""
+    replay_steps: int = 20
+    """So often a checkpoint is made for the sake of ``restarts``, also where ``run.checkpoint_every`` asks for fewer.
+    The batches of up to twice as many steps are kept in the controller's memory."""
     connect_timeout_s: float = 300.0
     step_timeout_s: float = 3600.0
+
+    @property
+    def restartable(self) -> bool:
+        return self.restarts > 0 and not self.url
 
 
 class WeightsConfig(Section, frozen=True, kw_only=True):
@@ -245,7 +257,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     """Held-out tasks that are played before and after training; 0: all of them."""
     eval_temperature: float = 1.0
     checkpoint_every: int = 0
-    """Steps between checkpoints; the last one is always written."""
+    """Steps between checkpoints; the last one is always written. See also ``trainer.replay_steps``."""
     keep_checkpoints: int = 3
     """How many of the newest checkpoints stay, beside the best; 0: all."""
     last_checkpoint_s: float = 120.0
@@ -282,6 +294,12 @@ class Recipe(Section, frozen=True, kw_only=True):
         if not self.sources:
             return {"": Source(weight=1.0, task=self.task, env=self.env)}
         return {name: _source(config, self.task, self.env) for name, config in self.sources.items()}
+
+    @property
+    def checkpoint_every(self) -> int:
+        """Steps between checkpoints, as the run and the trainer's restarts ask for them; 0: none but the last."""
+        wanted = [self.run.checkpoint_every, self.trainer.replay_steps if self.trainer.restartable else 0]
+        return min(filter(None, wanted), default=0)
 
     @property
     def batch_trajectories(self) -> int:

@@ -41,6 +41,10 @@ class TrainerModel(Section, frozen=True, kw_only=True):
     scaling: float = 1.0
     """1: twice the GPUs, twice the speed."""
     fixed_s: float = 2.0
+    start_s: float = 60.0
+    """Until a job that was started again is ready."""
+    save_s: float = 10.0
+    """Until a checkpoint is on the disk; training goes on meanwhile."""
 
 
 class WeightsModel(Section, frozen=True, kw_only=True):

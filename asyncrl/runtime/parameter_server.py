@@ -8,7 +8,7 @@ A transport has the newest version, and older ones only perhaps. So while an upd
 weights waits for the end of it; unless no other is up, then it is the first to have the new ones.
 
 Both hold one lock, so a version is never delivered while another is on its way. A server that fails while it loads is
-marked down and the rest go on; only the trainer's failure ends the run at once.
+marked down and the rest go on. When the trainer dies, the servers go on with what they have until it is back.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from __future__ import annotations
 import asyncio
 from typing import Literal
 
-from asyncrl.ports import EngineError, Observer, WeightTransport
+from asyncrl.ports import EngineError, Observer, TrainerDied, WeightTransport
 from asyncrl.runtime.llm_proxy import Instance, LLMProxy
+from asyncrl.runtime.restarts import RestartingTrainer
 
 
 class ParameterServer:
@@ -28,12 +29,14 @@ class ParameterServer:
         *,
         proxy: LLMProxy,
         transport: WeightTransport,
+        trainer: RestartingTrainer,
         running: Literal["interrupt", "drain"],
         observer: Observer,
         version: int = 0,
     ) -> None:
         self._proxy = proxy
         self._transport = transport
+        self._trainer = trainer
         self._running = running
         self._observer = observer
         self._version = version
@@ -54,20 +57,30 @@ class ParameterServer:
         loop = asyncio.get_running_loop()
         started = loop.time()
         self._announced = version
-        await self._transport.prepare(version)
+        await self._trainer.attempt(lambda: self._transport.prepare(version))
         self._prepared = version
         self._observer.span("controller", "prepare weights", started, loop.time(), {"version": version})
         while version > self._version:
             await self._proxy.available.wait()
-            async with self._lock:
-                paused = await self._proxy.suspend(self._running)
-                suspended = loop.time()
-                for instance in await self._deliver(paused, version):
-                    self._proxy.set_version(instance, version)
-                    self._observer.span(instance.name, "update", suspended, loop.time(), {"version": version})
-                    self._version = version
+            await self._trainer.attempt(lambda: self._update(version))
+
+    async def _update(self, version: int) -> None:
+        """suspend → model_update → resume. Also when the trainer dies meanwhile, which is raised."""
+        loop = asyncio.get_running_loop()
+        async with self._lock:
+            paused = await self._proxy.suspend(self._running)
+            suspended = loop.time()
+            try:
+                updated = await self._deliver(paused, version)
+            except TrainerDied:
                 await self._proxy.resume()
-                self._observer.span("controller", "suspended", suspended, loop.time(), {"version": version})
+                raise
+            for instance in updated:
+                self._proxy.set_version(instance, version)
+                self._observer.span(instance.name, "update", suspended, loop.time(), {"version": version})
+                self._version = version
+            await self._proxy.resume()
+            self._observer.span("controller", "suspended", suspended, loop.time(), {"version": version})
 
     async def align(self) -> None:
         """Before anything is generated: servers that hold, or may hold, other weights than the trainer, because it was
@@ -78,6 +91,13 @@ class ParameterServer:
                 instance.version = min(instance.version, version)
             self._version = -1
             await self.publish(version)
+
+    async def restage(self, version: int) -> None:
+        """A trainer that was started again has reached ``version``: make good what the servers still need of the one
+        before."""
+        self._connected = []
+        if version == self._prepared:
+            await self._transport.prepare(version)
 
     async def restore(self, instance: Instance) -> None:
         """A failed server answers again. If it restarted it has old weights: it is used only once it is verified."""
@@ -95,7 +115,7 @@ class ParameterServer:
                     await self._transport.deliver([instance.engine], version)
                     self._version = version
                 await instance.engine.resume()
-            except EngineError:
+            except (EngineError, TrainerDied):
                 return  # it is probed again
             instance.version = self._version  # not set_version: a restarted server did go back
             self._proxy.mark_up(instance)

@@ -8,11 +8,12 @@
     drop_reply         the next reply that would end is lost                        once
     duplicate_reply    the next reply that ends, ends twice                         once
     corrupt_weights    the next weights that the server gets are not what was sent  once
-    trainer_crash      the training job dies in its current or next step            for ever: it ends the run
+    trainer_crash      the training job dies, whatever it is doing                  ``sim.trainer.start_s``
     env_storm          every environment's waits take ``factor`` times as long      ``for_s``
 
 Faults overlap as they like: a state lasts until the last fault that asks for it has ended, and of several factors the
-largest counts, so nothing stays broken for ever. Recovery is the runtime's own business.
+largest counts, so nothing stays broken for ever. Recovery is the runtime's own business; where ``trainer.restarts`` is
+0, the end of the trainer is that of the run, and happens only where the recipe names it.
 
     Faults.run()    waits for: the next beginning and end    woken by: the clock
 """
@@ -33,16 +34,16 @@ from asyncrl.sim.trainer import SimTrainer
 
 ONCE = frozenset({"drop_reply", "duplicate_reply", "corrupt_weights", "trainer_crash"})
 """Kinds without an end of their own."""
-RANDOM_KINDS: tuple[FaultKind, ...] = tuple(kind for kind in get_args(FaultKind) if kind != "trainer_crash")
-"""A run without its trainer is over, so that happens only where the recipe asks for it."""
+KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 
 
-def schedule(sim: SimConfig, *, servers: int, seed: int) -> list[FaultConfig]:
+def schedule(sim: SimConfig, *, servers: int, seed: int, restartable: bool = True) -> list[FaultConfig]:
     """The recipe's faults and its random ones, by time."""
     rng = random.Random(f"{seed}/faults")
+    kinds = [kind for kind in KINDS if restartable or kind != "trainer_crash"]
     drawn = [
         FaultConfig(
-            kind=rng.choice(RANDOM_KINDS),
+            kind=rng.choice(kinds),
             at_s=rng.uniform(0.0, sim.random_within_s),
             server=rng.randrange(servers),
             for_s=rng.expovariate(1 / 30.0),
@@ -100,7 +101,7 @@ class Faults:
             "drop_reply": engine.drop_reply,
             "duplicate_reply": engine.duplicate_reply,
             "corrupt_weights": engine.corrupt_weights,
-            "trainer_crash": lambda: self._trainer.crash_at(self._trainer.version),
+            "trainer_crash": self._trainer.crash,
         }
         strikes[fault.kind]()
 

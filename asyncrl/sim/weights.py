@@ -30,18 +30,22 @@ class SimTransport:
         await asyncio.sleep(0)
 
     async def prepare(self, version: int) -> None:
-        self._trainer.check_alive()
         if self._transport == "collective":  # staging overwrites what was staged
             self._kept.clear()
-        await asyncio.sleep(seconds_to_prepare(self._model, self._transport, self._servers))
-        self._trainer.check_alive()
+        elif version in self._kept:
+            return
+        await self._trainer.while_alive(seconds_to_prepare(self._model, self._transport, self._servers))
         self._kept.append(version)
 
     async def deliver(self, engines: Sequence[Engine], version: int) -> None:
         if version not in self._kept:
             kept = ", ".join(map(str, self._kept)) or "none"
             raise TrainerError(f"version {version} cannot be delivered by {self._transport}: it has {kept}")
-        await asyncio.sleep(seconds_to_deliver(self._model, self._transport, len(engines)))
+        seconds = seconds_to_deliver(self._model, self._transport, len(engines))
+        if self._transport == "collective":  # the trainer sends; from a disk or a relay the servers take it themselves
+            await self._trainer.while_alive(seconds)
+        else:
+            await asyncio.sleep(seconds)
         failures: list[EngineError] = []
 
         async def load(engine: Engine) -> None:

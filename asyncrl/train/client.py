@@ -21,9 +21,9 @@ import msgspec
 from asyncrl.config import Recipe
 from asyncrl.core.advantage import Advantage
 from asyncrl.core.types import Batch, Trajectory
-from asyncrl.ports import CheckpointFailed, StepResult, TrainerError
+from asyncrl.ports import CheckpointFailed, StepResult, TrainerDied, TrainerError
 from asyncrl.processes import free_port
-from asyncrl.train.description import version_of
+from asyncrl.train.description import PREFIX, version_of
 from asyncrl.train.job import TorchrunJob
 from asyncrl.wire import FeedReq, JoinGroupReq, PublishReq, SaveReq, TrainerInfo, TrainReply, TrainReq, TrainSequence
 
@@ -43,7 +43,8 @@ class HttpTrainer:
     """``ports.Trainer`` over a torchrun job on this machine, or over the one at ``url``, which is never stopped.
 
     ``run_dir`` receives the recipe as the ranks read it, ``log`` everything that they print. The job starts from the
-    checkpoint ``resume``; one at ``url`` must have been started from it.
+    checkpoint ``resume``, and one that is started in its place from the newest that was completed since; a job at
+    ``url`` must have been started from ``resume``.
     """
 
     def __init__(
@@ -70,6 +71,10 @@ class HttpTrainer:
         self._fed: list[int] = []
         """Ids of the trajectories that the job was fed for ``_fed_step``, in that order."""
         self._fed_sequences = 0
+        self._lost = False
+        """The job runs perhaps, but does not answer."""
+        self._saving = Path()
+        """The checkpoint that was begun last."""
 
     @property
     def info(self) -> TrainerInfo:
@@ -90,7 +95,10 @@ class HttpTrainer:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(force_close=True), timeout=aiohttp.ClientTimeout(total=None)
             )
-        if not self._given_url and (self._job is None or not self._job.running):
+        if not self._given_url and (self._job is None or self._lost or not self._job.running):
+            if self._job is not None:
+                await self._job.stop()
+            self._lost, self._fed_step, self._fed = False, -1, []
             port = free_port()
             self._url = f"http://127.0.0.1:{port}"
             self._job = await TorchrunJob.start(self._recipe, self._model, port, self._run_dir, self._log, self._resume)
@@ -118,7 +126,11 @@ class HttpTrainer:
         if self._recipe.algorithm.mini_batches > 1 and any(t.segment_ends for t in batch.trajectories):
             fed = []  # segments have moved the border of the first mini-batch; send the batch whole
         reply = await self._command("train_step", train_request(batch, advantages, fed))
-        return StepResult(version=reply.version, metrics=reply.metrics)
+        return StepResult(version=reply.version, metrics=reply.metrics, checksum=reply.checksum)
+
+    async def watch(self) -> None:
+        forever: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        await (forever if self._job is None else self._job.unless_ended(forever))
 
     async def publish(self, version: int, transport: str, path: str = "") -> None:
         """One part of moving weights, see ``wire.PublishReq``. Raises ``TrainerError``."""
@@ -132,10 +144,14 @@ class HttpTrainer:
         await self._command("join_group", request)
 
     async def save(self, folder: str) -> int:
-        return (await self._command("save", SaveReq(folder=os.path.abspath(folder)), CheckpointFailed)).version
+        target = os.path.abspath(folder)
+        version = (await self._command("save", SaveReq(folder=target), CheckpointFailed)).version
+        self._saving = Path(target) / f"{PREFIX}{version}"
+        return version
 
     async def saved(self) -> None:
         await self._command("saved", None, CheckpointFailed)
+        self._resume = self._saving
 
     async def close(self) -> None:
         try:
@@ -167,7 +183,11 @@ class HttpTrainer:
             async with asyncio.timeout(timeout_s):
                 return await (work if self._job is None else self._job.unless_ended(work))
         except TimeoutError:
-            raise TrainerError(f"trainer: {what} within {timeout_s:g} s; see {self._log}, or raise {key}") from None
+            raise self._gone(f"trainer: {what} within {timeout_s:g} s; see {self._log}, or raise {key}") from None
+
+    def _gone(self, line: str) -> TrainerError:
+        self._lost = True
+        return TrainerError(line) if self._given_url else TrainerDied(line)
 
     async def _first_answer(self) -> TrainerInfo:
         while True:
@@ -182,7 +202,7 @@ class HttpTrainer:
         except aiohttp.ClientError as error:
             if self._job is not None:
                 await asyncio.sleep(EXIT_GRACE_S)  # ended by the job's exit, which tells more
-            raise TrainerError(f"trainer: {self._url} broke off /{path}: {error or type(error).__name__}") from None
+            raise self._gone(f"trainer: {self._url} broke off /{path}: {error or type(error).__name__}") from None
 
     async def _request(self, method: str, path: str, body: bytes, reply: type[T]) -> T:
         if self._session is None:

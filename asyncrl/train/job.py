@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from asyncrl import config
-from asyncrl.ports import TrainerError
+from asyncrl.ports import TrainerDied, TrainerError
 from asyncrl.processes import Child
 from asyncrl.train.lifetime import PARENT_VARIABLE
 
 T = TypeVar("T")
+
+FATAL = re.compile(r"(trainer rank \d+): fatal: (.+)")
+"""What a rank says that a new one would say again."""
 
 STOP_S = 5.0
 """How long torchrun may take, after SIGTERM, to end its ranks."""
@@ -66,7 +69,8 @@ class TorchrunJob:
         return self._child.exit_code is None
 
     async def unless_ended(self, work: Awaitable[T]) -> T:
-        """``work``'s result; given up with a ``TrainerError`` as soon as the job ends."""
+        """``work``'s result; given up with ``TrainerDied`` as soon as the job ends, or with another ``TrainerError`` if
+        one that is started in its place would end in the same way."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 watch = tasks.create_task(self._ended())
@@ -78,7 +82,9 @@ class TorchrunJob:
 
     async def _ended(self) -> None:
         code, log = await self._child.wait(), self._child.log
-        raise TrainerError(f"trainer: the job ended with exit code {code}: {explain(self._words())} (see {log})")
+        words = self._words()
+        kind = TrainerError if FATAL.search(words) else TrainerDied
+        raise kind(f"trainer: the job ended with exit code {code}: {explain(words)} (see {log})")
 
     async def wait(self) -> None:
         await self._child.wait()
@@ -96,7 +102,7 @@ class TorchrunJob:
 def explain(log: str) -> str:
     """The one line of a failed job's log that says why: a rank's own word, else how torchrun says a rank died, else the
     last line. Of several dead ranks the one that was killed is the cause; the others lost contact with it."""
-    if own := re.search(r"(trainer rank \d+): error: (.+)", log):
+    if own := FATAL.search(log) or re.search(r"(trainer rank \d+): error: (.+)", log):
         return f"{own[1]}: {own[2]}"
     report = re.findall(r"^ *rank *: (\d+) .*?^ *exitcode *: (-?\d+)", log, re.MULTILINE | re.DOTALL)
     deaths = [(rank, int(code)) for rank, code in report]

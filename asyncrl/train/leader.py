@@ -57,6 +57,7 @@ class Leader:
         tensors = self._rank.weights.tensors
         return TrainerInfo(
             version=self._rank.learner.version,
+            checksum=self._rank.checksum,
             world_size=dist.get_world_size(),
             backend=dist.get_backend(),
             parameters=self._rank.parameters,
@@ -122,7 +123,7 @@ class Leader:
                 done=frozenset(request.fed[: fed.passed]),
             )
             rank.channel.send([msgspec.msgpack.encode(Train(work=work)) for work in works])
-            metrics = rank.learner.step(works[0])
+            metrics = rank.train(works[0])
         except NotFinite as error:
             raise Refused(f"{error}{self._kept(request, error)}") from error
         except StepBroken as error:

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
+from asyncrl.checksum import sum_of_words
 from asyncrl.config import Recipe
 from asyncrl.core.types import Record
 from asyncrl.loading import load_own
@@ -81,6 +83,8 @@ class Rank:
             policy, recipe.trainer, algorithm, device, self.channel.group, loss=loss, reference=reference
         )
         self.checkpoints = Checkpoints(self.learner, recipe, Path(folder))
+        self.checksum = 0
+        """Of the weights that the last step made."""
 
     def _reference(self, folder: str) -> Policy:
         """The frozen model of the KL term: no gradients, and no master weights of a higher precision."""
@@ -96,6 +100,16 @@ class Rank:
             parameter.data = parameter.data.to(self.dtype)
         return reference
 
+    def train(self, work: Work) -> dict[str, float]:
+        """One step; see ``Learner.step``."""
+        metrics = self.learner.step(work)
+        trained = (p for p in self.learner.policy.parameters() if p.requires_grad)
+        shards = [p.to_local() if isinstance(p, DTensor) else p for p in trained]
+        total = torch.stack([sum_of_words(shard) for shard in shards]).sum().cpu()
+        dist.all_reduce(total, group=self.channel.group)
+        self.checksum = int(total) % 2**64
+        return metrics
+
     def gather(self, keep: bool) -> Iterator[dict[str, Tensor]]:
         limit = self.recipe.weights.bucket_mb * 2**20
         return model.gather(self.learner.policy, self.weights, self.dtype, limit, keep)
@@ -106,7 +120,7 @@ class Rank:
             match msgspec.msgpack.decode(self.channel.receive(), type=Train | Begin | Gather | Save | Stop):
                 case Train(work=work):
                     with suppress(StepRefused):  # rank 0 reports it
-                        self.learner.step(work)
+                        self.train(work)
                 case Begin(part=part):
                     self.learner.begin(part)
                 case Gather():

@@ -146,7 +146,8 @@ class Server:
             metrics = command(body)
         except Refused as refusal:
             error = str(refusal)
-        return TrainReply(version=self._commands.info().version, metrics=metrics, error=error)
+        info = self._commands.info()
+        return TrainReply(version=info.version, metrics=metrics, checksum=info.checksum, error=error)
 
 
 async def _body(request: web.Request, kind: type[Any]) -> Any:

@@ -3,7 +3,8 @@
 Every rank holds a shard of the model and runs the same collectives. Rank 0 serves the controller over HTTP on loopback
 (``wire.py``, msgpack) and waits for its commands; the others wait for rank 0. What is refused (a wrong step, a batch
 that cannot be trained, a full disk) is an answer with ``error`` set. Anything else ends the rank with one line at the
-end of its log; torchrun then ends the others, and the controller hears of it by its broken connection.
+end of its log (``fatal`` where a new one would come to the same end); torchrun then ends the others, and starts none
+anew: that is the controller's business, which hears of it by its broken connection.
 
 This module and ``leader`` are the composition root of the trainer's processes, as ``build.py`` is of the controller's.
 It imports torch late: the rank has to be tied to its parent, and a port in use reported, before the slow part.
@@ -26,8 +27,8 @@ from asyncrl.train.description import CheckpointError, check
 from asyncrl.train.lifetime import die_with_parent
 
 
-class StartError(Exception):
-    """The rank cannot start. One line with the remedy."""
+class GivenUp(Exception):
+    """The rank cannot start or go on, and a new one could not either. One line with the remedy."""
 
 
 def main() -> None:
@@ -62,6 +63,7 @@ def run(recipe: Recipe, folder: str, port: int, run_dir: Path, resume: Path | No
     from asyncrl.train.model import ModelError
     from asyncrl.train.rank import Rank
     from asyncrl.train.server import Server
+    from asyncrl.train.step import StepBroken
 
     kind = recipe.trainer.device
     if kind == "auto":
@@ -79,16 +81,19 @@ def run(recipe: Recipe, folder: str, port: int, run_dir: Path, resume: Path | No
         if resume is not None:
             rank.checkpoints.load(resume)
     except (ModelError, RecipeError) as error:
-        raise StartError(str(error)) from error
-    if listener is None:
-        rank.follow()
-    else:
-        leader = Leader(rank, run_dir)
-        server = Server(listener, leader)
-        for job in server.jobs():
-            job()
-        leader.shutdown()
-        server.close()
+        raise GivenUp(str(error)) from error
+    try:
+        if listener is None:
+            rank.follow()
+        else:
+            leader = Leader(rank, run_dir)
+            server = Server(listener, leader)
+            for job in server.jobs():
+                job()
+            leader.shutdown()
+            server.close()
+    except StepBroken as error:
+        raise GivenUp(str(error)) from error
     dist.destroy_process_group()
 
 
@@ -99,7 +104,7 @@ def _listen(port: int) -> socket.socket:
     try:
         listener.bind(("127.0.0.1", port))
     except OSError as error:
-        raise StartError(f"port {port} cannot be used: {error.strerror}; free it or use another") from None
+        raise GivenUp(f"port {port} cannot be used: {error.strerror}; free it or use another") from None
     listener.listen()
     return listener
 
@@ -107,7 +112,9 @@ def _listen(port: int) -> socket.socket:
 def _explain(error: BaseException) -> str:
     text = str(error).strip()
     line = text.splitlines()[0] if text else type(error).__name__
-    if isinstance(error, StartError | CheckpointError | OSError | msgspec.MsgspecError):
+    if isinstance(error, GivenUp | CheckpointError):
+        return f"fatal: {line}"
+    if isinstance(error, OSError | msgspec.MsgspecError):
         return f"error: {line}"
     if "gloo/transport" in text or "NCCL" in text:
         return "lost contact with another rank"

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
-from asyncrl.ports import Engine, EngineError, TrainerError
+from asyncrl.ports import Engine, EngineError, TrainerDied, TrainerError
 from asyncrl.wire import TrainerInfo
 
 
@@ -94,5 +94,9 @@ class CollectiveTransport:
                 parts.create_task(part(work))
         if not errors:
             return
-        first = TrainerError if not self._trainer.alive else EngineError
-        raise next((error for error in errors if isinstance(error, first)), errors[0])
+        first = EngineError if self._trainer.alive else TrainerError
+        for kind in (TrainerDied, first):
+            for error in errors:
+                if isinstance(error, kind):
+                    raise error
+        raise errors[0]

@@ -28,12 +28,17 @@ class DiskTransport:
     def __init__(self, trainer: Publisher, folder: Path) -> None:
         self._trainer = trainer
         self._folder = folder.absolute()
+        self._written: int | None = None
+        """The version that was written last: a trainer that was started again need not write it anew, perhaps under the
+        hands of a server that loads it."""
 
     async def connect(self, engines: Sequence[Engine]) -> None:
         """Nothing to make: the folder is the channel."""
 
     async def prepare(self, version: int) -> None:
-        await self._trainer.publish(version, "disk", str(self._path(version)))
+        if version != self._written:
+            await self._trainer.publish(version, "disk", str(self._path(version)))
+            self._written = version
 
     async def deliver(self, engines: Sequence[Engine], version: int) -> None:
         """All servers load at once. One that fails does not cut the others off in the middle of a load."""

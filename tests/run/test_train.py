@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -129,8 +130,8 @@ def test_a_killed_server_is_replaced_and_the_run_finishes(train: Start) -> None:
     assert "was killed by signal 9" in run.text() and "starting it again" in run.text()
 
 
-def test_a_killed_trainer_rank_ends_the_run_with_one_line(train: Start) -> None:
-    run = train(*set_("run.steps=5000"))
+def test_a_killed_trainer_rank_ends_a_run_without_restarts_with_one_line(train: Start) -> None:
+    run = train(*set_("run.steps=5000", "trainer.restarts=0"))
     run.until(lambda: run.steps() >= 2)
     os.kill(run.processes("asyncrl.train.worker", "-u")[0], signal.SIGKILL)
     assert run.wait(60) == 1
@@ -139,6 +140,38 @@ def test_a_killed_trainer_rank_ends_the_run_with_one_line(train: Start) -> None:
     assert last.startswith("asyncrl: trainer:") and "log" in last
     assert run.summary["exit"].startswith("failed: trainer:")
     assert "Traceback" not in run.text()
+
+
+@pytest.mark.parametrize("transport", ["disk", "collective"])
+def test_killed_trainer_ranks_cost_time_and_nothing_else(train: Start, transport: str) -> None:
+    """Of rank 0 and of another; the steps since the checkpoint are trained again, and have the same weights, or the run
+    would have ended."""
+    overrides = set_(f"weights.transport={transport}", "trainer.restart_backoff_s=0.2", "trainer.replay_steps=12")
+    run = train(*set_("run.steps=40"), *overrides)
+    index = run.run_dir / "checkpoints" / "index.json"
+    for when, rank in ((lambda: run.steps() >= 1, 1), (index.exists, 0)):
+        run.until(when)
+        [pid] = [p for p in run.processes("asyncrl.train.worker", "-u") if rank_of(p) == rank]
+        os.kill(pid, signal.SIGKILL)
+    assert run.wait(300) == 0, run.text()
+    run.check_ended_cleanly()
+    metrics = run.lines("metrics.jsonl")
+    assert [row["version"] for row in metrics] == list(range(1, 41))
+    assert all(row["trainer/engine_gap"] < 0.05 for row in metrics)
+    assert run.summary["ledger"]["consumed"] == 40 * 16
+    assert run.summary["staleness"]["max"] <= 1
+    text = run.text()
+    assert "rank 1 was killed by SIGKILL" in text and "rank 0 was killed by SIGKILL" in text
+    back = re.findall(r"trainer: back at version (\d+) after \d+ s, (\d+) steps trained again", text)
+    assert len(back) == 2
+    assert int(back[0][0]) == int(back[0][1]) >= 1  # there was no checkpoint yet
+    assert int(back[1][1]) < int(back[1][0]), text
+    assert not list(index.parent.glob(".version-*"))
+
+
+def rank_of(pid: int) -> int:
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return int(next(v for v in variables if v.startswith(b"RANK=")).removeprefix(b"RANK="))
 
 
 def test_a_full_disk_ends_the_run_with_one_line_naming_the_file(tiny_recipe: Path, tmp_path: Path) -> None:

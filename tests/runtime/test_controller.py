@@ -9,7 +9,6 @@ import pytest
 
 from asyncrl.build.virtual import Simulation, simulated
 from asyncrl.config import RecipeError
-from asyncrl.ports import TrainerError
 from asyncrl.runtime.llm_proxy import FleetDown
 from asyncrl.runtime.user_code import EnvFailing
 from asyncrl.sim.env import SimEnv
@@ -152,20 +151,6 @@ def test_a_server_that_restarts_is_used_again_with_current_weights() -> None:
     assert any(
         e[0] == "span" and e[1:3] == ("server 0", "generate") and e[3] >= back[0] for e in simulation.trace.events
     )
-
-
-def test_a_dead_trainer_ends_the_run_and_the_books_balance() -> None:
-    simulations: list[Simulation] = []
-
-    async def sabotage(simulation: Simulation) -> None:
-        simulation.trainer.crash_at(2)
-
-    with pytest.raises(ExceptionGroup) as caught:
-        run(started(recipe(run={"steps": 10}), simulations, sabotage), limit=1e6)
-    assert caught.group_contains(TrainerError, match="died in step 2")
-    counts = simulations[0].run.buffer.ledger.counts()
-    assert counts["aborted"] > 0
-    assert counts["consumed"] == 3 * 6
 
 
 def test_one_bad_episode_never_ends_a_run_but_a_failing_env_does() -> None:

@@ -13,7 +13,7 @@ from asyncrl.config import EnvModel, FaultConfig, SimConfig, TrainerModel
 from asyncrl.ports import EngineError
 from asyncrl.sim.engine import SimEngine
 from asyncrl.sim.env import SimEnvs
-from asyncrl.sim.faults import ONCE, RANDOM_KINDS, Faults, schedule
+from asyncrl.sim.faults import KINDS, ONCE, Faults, schedule
 from asyncrl.sim.loop import run
 from asyncrl.sim.tasks import SimTasks
 from asyncrl.sim.trace import TraceRecorder
@@ -113,13 +113,10 @@ def test_a_storm_is_over_all_environments() -> None:
     assert {e[1] for e in world.trace.events} == {"envs"}
 
 
-def test_a_crash_of_the_trainer_hits_the_step_that_is_due() -> None:
+def test_a_crash_of_the_trainer_is_at_once() -> None:
     world = World(fault("trainer_crash", 5))
-    heard: list[int] = []
-    world.trainer.crash_at = heard.append  # type: ignore[method-assign]
-    world.trainer.version = 7
-    run(world.play())
-    assert heard == [7]
+    seen = run(world.play((4, lambda: repr(world.trainer)), (6, lambda: repr(world.trainer))))
+    assert seen == ["<SimTrainer v0 idle>", "<SimTrainer v0 dead>"]
     assert [(e[1], e[2]) for e in world.trace.events] == [("trainer", "trainer_crash")]
 
 
@@ -177,10 +174,11 @@ def test_the_schedule_is_the_recipes_faults_and_those_of_the_seed() -> None:
     faults = schedule(sim, servers=3, seed=1)
     assert faults == schedule(sim, servers=3, seed=1) != schedule(sim, servers=3, seed=2)
     assert [f.at_s for f in faults] == sorted(f.at_s for f in faults)
-    assert [f for f in faults if f.kind == "trainer_crash"] == [own]
+    mortal = schedule(sim, servers=3, seed=1, restartable=False)
+    assert [f for f in mortal if f.kind == "trainer_crash"] == [own]
     drawn = [f for f in faults if f is not own]
     assert len(drawn) == 300
-    assert {f.kind for f in drawn} == set(RANDOM_KINDS)
+    assert {f.kind for f in drawn} == set(KINDS)
     assert {f.server for f in drawn} == {0, 1, 2}
     assert all(0 <= f.at_s <= 100 and f.for_s >= 0 and f.factor > 1 for f in drawn)
     assert schedule(SimConfig(), servers=3, seed=1) == []

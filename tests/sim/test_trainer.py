@@ -12,7 +12,7 @@ import pytest
 from asyncrl.config import TrainerModel, WeightsModel
 from asyncrl.core.transfer import Transport, seconds_to_deliver, seconds_to_prepare
 from asyncrl.core.types import Batch, Group, Task, Trajectory
-from asyncrl.ports import EngineError, TrainerError
+from asyncrl.ports import EngineError, TrainerDied, TrainerError
 from asyncrl.sim.engine import SimEngine
 from asyncrl.sim.loop import run
 from asyncrl.sim.trainer import SimTrainer, train_seconds
@@ -63,30 +63,41 @@ def test_a_step_out_of_turn_and_missing_advantages_are_refused() -> None:
         run(trainer.train_step(batch(0), []))
 
 
-def test_a_trainer_that_dies_in_its_step_fails_at_once_and_stays_dead() -> None:
-    async def main() -> float:
-        trainer = SimTrainer(TrainerModel(fixed_s=100.0))
+def test_a_trainer_that_dies_in_its_step_fails_at_once_until_it_is_started_again() -> None:
+    async def main() -> tuple[float, float]:
+        trainer = SimTrainer(TrainerModel(fixed_s=100.0, start_s=20.0))
         loop = asyncio.get_running_loop()
-        loop.call_later(30, trainer.crash_at, 0)
-        with pytest.raises(TrainerError, match="died in step 0"):
+        loop.call_later(30, trainer.crash)
+        with pytest.raises(TrainerDied, match="died at version 0"):
             await trainer.train_step(batch(0), [0.0])
         at = loop.time()
-        for call in (trainer.connect(), trainer.save("x"), trainer.train_step(batch(0), [0.0])):
-            with pytest.raises(TrainerError, match="died in step 0"):
+        for call in (trainer.watch(), trainer.save("x"), trainer.saved(), trainer.train_step(batch(0), [0.0])):
+            with pytest.raises(TrainerDied, match="died at version 0"):
                 await call
-        assert trainer.version == 0
-        return at
+        assert await lasts(trainer.connect()) == 20
+        assert await trainer.train_step(batch(0), [0.0])
+        return at, loop.time()
 
-    assert run(main()) == 30
+    assert run(main()) == (30, pytest.approx(30 + 20 + train_seconds(TrainerModel(fixed_s=100.0), 1000)))
 
 
-def test_a_crash_of_a_later_step_waits_for_it() -> None:
+def test_a_new_job_has_the_weights_of_the_newest_complete_checkpoint() -> None:
     async def main() -> None:
-        trainer = SimTrainer()
-        trainer.crash_at(1)
-        await trainer.train_step(batch(0), [0.0])
-        with pytest.raises(TrainerError, match="died in step 1"):
-            await trainer.train_step(batch(1), [0.0])
+        trainer = SimTrainer(TrainerModel(save_s=5.0))
+        first = await trainer.train_step(batch(0), [0.0])
+        assert await trainer.save("x") == 1
+        assert await lasts(trainer.saved()) == 5
+        second = await trainer.train_step(batch(1), [0.0])
+        await trainer.save("x")
+        trainer.crash()
+        with pytest.raises(TrainerDied):
+            await trainer.saved()
+        assert (await trainer.connect(), trainer.weights) == (1, first.checksum)
+        other = await trainer.train_step(batch(1), [0.5])
+        trainer.crash()
+        await trainer.connect()
+        again = await trainer.train_step(batch(1), [0.0])
+        assert again.checksum == second.checksum != other.checksum
 
     run(main())
 
@@ -148,9 +159,7 @@ def test_a_dead_trainer_prepares_nothing() -> None:
     async def main() -> None:
         trainer = SimTrainer()
         way = SimTransport(MODEL, "relay", servers=1, trainer=trainer)
-        trainer.crash_at(0)
-        with pytest.raises(TrainerError):
-            await trainer.train_step(batch(0), [0.0])
+        trainer.crash()
         with pytest.raises(TrainerError, match="died"):
             await way.prepare(1)
 

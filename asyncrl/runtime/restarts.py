@@ -1,0 +1,206 @@
+"""RestartingTrainer: a trainer whose death costs time, and nothing else.
+
+The job is started again from its newest complete checkpoint (or the initial model), and trained once more on the
+batches of the steps since then, which are kept here; then goes on what was interrupted. Rollouts never stop: they go
+on as far as the staleness control admits, and the buffer and its ledger know nothing of it.
+
+What counts as trained once: a batch is consumed once by the ledger and once in the history of the weights that
+survive. A step is trained again only when the weights that it made are lost, on the very same batch and advantages,
+and must give the very same weights, as their checksum says; or the run ends. So servers keep the versions they have.
+
+    attempt()   waits for: its work; the job to be back   woken by: the trainer; whoever brings the job back
+    watch()     waits for: the job's death                woken by: its exit
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from asyncrl.core.advantage import Advantage
+from asyncrl.core.types import Batch, Record
+from asyncrl.ports import CheckpointLost, Observer, StepResult, Trainer, TrainerDied, TrainerError
+
+T = TypeVar("T")
+
+
+class Work(Record, frozen=True, kw_only=True):
+    """Groups to be trained on: a batch, or a part of one that is fed before."""
+
+    batch: Batch
+    advantages: Sequence[Advantage]
+
+
+class Trained(Record, frozen=True, kw_only=True):
+    """A step that may have to be trained again, the parts that were fed first, and its weights' checksum. The same
+    batch in other parts would give other weights, by rounding."""
+
+    fed: Sequence[Work]
+    work: Work
+    checksum: int
+
+
+class RestartingTrainer:
+    """``ports.Trainer`` over ``job``, which it starts again up to ``restarts`` times without a new step in between,
+    after ``backoff_s``, and twice as long each further time. ``note`` prints a line for the user.
+
+    At most ``2 · replay_steps`` steps are kept, so that one checkpoint every ``replay_steps`` may fail. Owns those
+    batches: in memory, 13 to 17 bytes a token.
+    """
+
+    def __init__(
+        self,
+        job: Trainer,
+        *,
+        restarts: int,
+        replay_steps: int,
+        backoff_s: float,
+        observer: Observer,
+        note: Callable[[str], None],
+    ) -> None:
+        self._job = job
+        self._restarts = restarts
+        self._replay_steps = replay_steps
+        self._backoff_s = backoff_s
+        self._observer = observer
+        self._note = note
+        self._version = 0
+        self._kept: dict[int, Trained] = {}
+        """Step → what it was trained on, in order."""
+        self._fed: list[Work] = []
+        """Parts of the batch to come that the job has taken."""
+        self._life = 0
+        """How many jobs there were before this one."""
+        self._died: TrainerDied | None = None
+        """Why there is no job that can be used."""
+        self._tries = 0
+        """Restarts since the last new step."""
+        self._bringing_back = asyncio.Lock()
+        self._saving = 0, 0
+        """Version and life of the checkpoint that was begun last."""
+        self.restage: Callable[[int], Awaitable[None]] = _nothing
+        """Called each time that a new job has reached a version: what servers still need of it was lost too."""
+
+    async def connect(self) -> int:
+        self._version = await self._job.connect()
+        return self._version
+
+    async def feed(self, part: Batch, advantages: Sequence[Advantage]) -> bool:
+        begun = await self.attempt(lambda: self._job.feed(part, advantages))
+        if self._restarts:
+            self._fed.append(Work(batch=part, advantages=advantages))
+        return begun
+
+    async def train_step(self, batch: Batch, advantages: Sequence[Advantage]) -> StepResult:
+        result = await self.attempt(lambda: self._job.train_step(batch, advantages))
+        fed, self._fed = [part for part in self._fed if part.batch.step == batch.step], []
+        if self._restarts:
+            work = Work(batch=batch, advantages=advantages)
+            self._kept[batch.step] = Trained(fed=fed, work=work, checksum=result.checksum)
+            if len(self._kept) > 2 * self._replay_steps:
+                del self._kept[next(iter(self._kept))]
+        self._version = result.version
+        self._tries = 0
+        return result
+
+    async def save(self, folder: str) -> int:
+        version = await self.attempt(lambda: self._job.save(folder))
+        self._saving = version, self._life
+        return version
+
+    async def saved(self) -> None:
+        """As in the port. Raises ``CheckpointLost`` when the job that was to write it has died."""
+        version, life = self._saving
+
+        async def written() -> None:
+            if life != self._life:
+                raise CheckpointLost(f"trainer: checkpoint version-{version} was lost with the job that wrote it")
+            await self._job.saved()
+
+        await self.attempt(written)
+        for step in [step for step in self._kept if step < version]:
+            del self._kept[step]
+
+    async def close(self) -> None:
+        await self._job.close()
+
+    async def watch(self) -> None:
+        """A service of the run: a job that dies while nobody asks it for anything is brought back at once."""
+        await self.attempt(self._job.watch)
+
+    async def attempt(self, work: Callable[[], Awaitable[T]]) -> T:
+        """``work``'s result; begun anew on a new job when the trainer dies under it. Raises ``TrainerError`` when the
+        trainer cannot be brought back."""
+        while True:
+            life, died = self._life, self._died
+            if died is None:
+                try:
+                    return await work()
+                except TrainerDied as error:
+                    died = error
+            await self._bring_back(life, died)
+
+    async def _bring_back(self, life: int, died: TrainerDied) -> None:
+        """Return with a job at the version of the one that died in ``life``."""
+        loop = asyncio.get_running_loop()
+        async with self._bringing_back:
+            if life != self._life:
+                return  # somebody else did
+            started = loop.time()
+            self._observer.instant("trainer", "died", started, {"error": str(died), "version": self._version})
+            while True:
+                self._died = died
+                if self._tries >= self._restarts:
+                    raise died
+                self._tries += 1
+                self._note(
+                    f"{died}; starting it again ({self._tries} of {self._restarts}), rollouts go on within their bound"
+                )
+                await asyncio.sleep(self._backoff_s * 2 ** (self._tries - 1))
+                try:
+                    steps = await self._replay()
+                    break
+                except TrainerDied as error:
+                    died = error
+                except TrainerError:
+                    self._tries = self._restarts  # another try would come to the same
+                    raise
+            self._life += 1
+            self._died = None
+        seconds = loop.time() - started
+        self._observer.span("trainer", "restart", started, loop.time(), {"version": self._version, "steps": steps})
+        self._note(f"trainer: back at version {self._version} after {seconds:.0f} s, {steps} steps trained again")
+
+    async def _replay(self) -> int:
+        """Start a job and bring it to where the last one was; the number of steps that this took."""
+        first = step = await self._job.connect()
+        await self.restage(step)
+        while step < self._version:
+            if (trained := self._kept.get(step)) is None:
+                raise TrainerError(
+                    f"trainer: its newest checkpoint is of version {first}, and step {step} is not kept any more; "
+                    "make room for checkpoints and go on from it with --resume"
+                )
+            await self._feed(trained.fed)
+            result = await self._job.train_step(trained.work.batch, trained.work.advantages)
+            if result.checksum != trained.checksum:
+                raise TrainerError(
+                    f"trainer: step {step}, trained again, gave other weights than before (checksum {result.checksum:x}"
+                    f", was {trained.checksum:x}): it does not repeat itself exactly here; go on from its newest "
+                    "checkpoint with --resume"
+                )
+            step += 1
+            await self.restage(step)
+        if step > self._version:
+            raise TrainerError(f"trainer: it started again at version {step}, beyond version {self._version}")
+        await self._feed([part for part in self._fed if part.batch.step == step])
+        return step - first
+
+    async def _feed(self, parts: Sequence[Work]) -> None:
+        for part in parts:
+            await self._job.feed(part.batch, part.advantages)
+
+
+async def _nothing(version: int) -> None:
+    """Where no servers need anything."""
