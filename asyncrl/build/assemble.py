@@ -53,6 +53,8 @@ class World(msgspec.Struct, kw_only=True):
     checkpoint: Callable[[int], Awaitable[None]]
     tasks_done: int = 0
     """Where in the order of training tasks a resumed run begins."""
+    baseline: float | None = None
+    """The running mean of returns that a resumed run subtracts first."""
     own_advantage: Callable[[Batch], Any] | None = None
     services: Sequence[Service] = ()
 
@@ -61,6 +63,7 @@ class Run(msgspec.Struct, kw_only=True):
     """One wired run, ready for ``controller.run()``."""
 
     controller: AsyncController
+    advantages: Advantages
     buffer: SampleBuffer
     proxy: LLMProxy
     parameters: ParameterServer
@@ -149,10 +152,11 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         )
         for i in range(rollout.num_envs)
     ]
+    advantages = _advantages(recipe.algorithm, world)
     heldout = [task for played in world.sources.values() for task in played.heldout[: recipe.run.eval_tasks or None]]
     controller = AsyncController(
         steps=recipe.run.steps,
-        advantages=_advantages(recipe.algorithm, world.own_advantage),
+        advantages=advantages.compute if world.own_advantage is None else _blaming(recipe.algorithm, advantages),
         buffer=buffer,
         proxy=proxy,
         parameters=parameters,
@@ -169,7 +173,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         streamed_groups=recipe.streamed_groups,
         services=(*world.services, world.trainer.watch, *(played.envs.run for played in world.sources.values())),
     )
-    return Run(controller=controller, buffer=buffer, proxy=proxy, parameters=parameters)
+    return Run(controller=controller, advantages=advantages, buffer=buffer, proxy=proxy, parameters=parameters)
 
 
 def _player(recipe: Recipe, world: World, played: Played, proxy: LLMProxy) -> EpisodePlayer:
@@ -193,9 +197,8 @@ def _player(recipe: Recipe, world: World, played: Played, proxy: LLMProxy) -> Ep
     )
 
 
-def _advantages(config: AlgorithmConfig, own: Callable[[Batch], Any] | None) -> Callable[[Batch], Sequence[Advantage]]:
-    """The recipe's estimator; a user's that fails is a ``RecipeError``."""
-    estimator = Advantages(
+def _advantages(config: AlgorithmConfig, world: World) -> Advantages:
+    return Advantages(
         advantage=config.advantage,
         credit=config.credit,
         gamma=config.gamma,
@@ -206,10 +209,13 @@ def _advantages(config: AlgorithmConfig, own: Callable[[Batch], Any] | None) -> 
         overlong_buffer=config.overlong_buffer,
         overlong_penalty=config.overlong_penalty,
         overlong_filter=config.overlong_filter,
-        own=own,
+        own=world.own_advantage,
+        running=world.baseline,
     )
-    if own is None:
-        return estimator.compute
+
+
+def _blaming(config: AlgorithmConfig, estimator: Advantages) -> Callable[[Batch], Sequence[Advantage]]:
+    """A user's estimator, whose failure is a ``RecipeError``."""
 
     def compute(batch: Batch) -> Sequence[Advantage]:
         try:

@@ -34,13 +34,15 @@ WRITE_S = 30.0
 
 class Entry(Record, frozen=True, kw_only=True):
     """One checkpoint: when its last step ended, in seconds since the run began; about how many tasks were done with by
-    then; the mean reward of the steps since the one before; the accuracy on the held-out tasks, if they were played."""
+    then; the mean reward of the steps since the one before; the accuracy on the held-out tasks, if they were played;
+    the running mean of returns that the next step subtracts (``algorithm.baseline = "running"``)."""
 
     version: int
     at: float = 0.0
     tasks: int = 0
     reward: float | None = None
     accuracy: float | None = None
+    baseline: float | None = None
 
 
 class Index(Record, frozen=True, kw_only=True):

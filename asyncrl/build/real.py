@@ -102,6 +102,7 @@ async def train(
     transport = _transport(recipe, job, run_dir)
 
     run: Run | None = None
+    baseline = None if point is None else point.entry.baseline
 
     def describe(version: int) -> checkpoints.Entry:
         done = version * recipe.rollout.batch_groups + (0 if run is None else run.buffer.snapshot().filtered)
@@ -115,6 +116,7 @@ async def train(
             at=newest.get("time/at", recorder.clock() - recorder.start),
             tasks=done,
             reward=sum(rewards) / len(rewards) if rewards else None,
+            baseline=baseline if run is None else run.advantages.running(version),
         )
 
     keeper = checkpoints.Keeper(
@@ -164,6 +166,7 @@ async def train(
         sources={name: source.played(recipe, logs / "env.log") for name, source in sources.items()},
         checkpoint=checkpoint,
         tasks_done=0 if point is None else point.entry.tasks,
+        baseline=baseline,
         own_advantage=own_advantage,
         services=[flush, servers.watch, keeper.watch, LoopWatchdog(USER_CODE, limit_s=recipe.env.block_timeout_s).run],
     )

@@ -11,7 +11,7 @@ from asyncrl.config.base import RecipeError, Section
 LOSSES = ("ppo", "decoupled_ppo", "tis", "cispo", "topr", "weighted_topr", "gspo", "reinforce")
 """Names that ``train/loss.py`` knows."""
 
-ADVANTAGES = ("group_norm", "group_mean", "rloo", "reinforce")
+ADVANTAGES = ("group_norm", "group_mean", "rloo", "reinforce", "gae")
 """Names that ``core/advantage.py`` knows."""
 
 
@@ -64,6 +64,21 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     """Of ``reinforce``: nothing, the batch's mean return, or a running mean over the batches before it."""
     baseline_decay: float = 0.95
     """How much of the running mean a new batch leaves."""
+    gae_lambda: float = 0.95
+    """λ of ``gae``, over turns or tokens as ``credit`` says."""
+    advantage_norm: Literal["none", "batch"] = "batch"
+    """Of ``gae``: ``batch`` brings the advantages to mean 0 and standard deviation 1 over the batch's tokens."""
+    critic: Literal["value_head", "model"] = "value_head"
+    """Where the values of ``gae`` come from: a head on the policy's last hidden state, which shares its forward pass
+    and shapes its trunk too, or a model of its own."""
+    critic_path: str = ""
+    """Folder that ``critic = "model"`` starts from. Empty: ``model.path``."""
+    critic_learning_rate: float = 0.0
+    """Of the value head, or of the critic's own model. 0: ``trainer.learning_rate``."""
+    value_coef: float = 0.5
+    """Weight of the value loss."""
+    value_clip: float = 0.2
+    """How far one step may move a value before its loss has no more gradient; 0: as far as it likes."""
     reward_norm: Literal["none", "batch"] = "none"
     """``batch``: rewards are first brought to mean 0 and standard deviation 1 over the batch's trajectories."""
     overlong_limit: int = 0
@@ -96,6 +111,11 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
         """True if the advantage needs at least two trajectories of a task."""
         return self.advantage in ("group_norm", "group_mean", "rloo")
 
+    @property
+    def uses_critic(self) -> bool:
+        """True if the trainer makes the advantages, from the values of a critic."""
+        return self.advantage == "gae"
+
 
 def check_algorithm(a: AlgorithmConfig) -> None:
     """Raises ``RecipeError`` for the first value that cannot work."""
@@ -112,6 +132,9 @@ def check_algorithm(a: AlgorithmConfig) -> None:
         "kl_coef",
         "overlong_limit",
         "overlong_penalty",
+        "critic_learning_rate",
+        "value_coef",
+        "value_clip",
     )
     for key in not_negative:
         _require(_finite(getattr(a, key)) and getattr(a, key) >= 0, key, getattr(a, key), "must be 0 or more")
@@ -126,6 +149,22 @@ def check_algorithm(a: AlgorithmConfig) -> None:
     _require(0 <= a.gamma <= 1, "gamma", a.gamma, "must be in [0, 1]")
     _require(
         a.gamma == 1 or a.credit != "trajectory", "gamma", a.gamma, 'discounts nothing; set algorithm.credit = "turn"'
+    )
+    _require(
+        not a.uses_critic or a.credit != "trajectory",
+        "credit",
+        a.credit,
+        'gae needs steps within a trajectory; set algorithm.credit = "token" or "turn"',
+    )
+    _require(0 <= a.gae_lambda <= 1, "gae_lambda", a.gae_lambda, "must be in [0, 1]")
+    _require(
+        not a.critic_path or (a.uses_critic and a.critic == "model"),
+        "critic_path",
+        a.critic_path,
+        'is not used; set algorithm.advantage = "gae" and algorithm.critic = "model"',
+    )
+    _require(
+        not a.uses_critic or a.value_coef > 0, "value_coef", a.value_coef, "must be more than 0 for the critic to learn"
     )
     _require(0 <= a.baseline_decay < 1, "baseline_decay", a.baseline_decay, "must be in [0, 1)")
     _require(

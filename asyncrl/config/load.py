@@ -387,6 +387,7 @@ def _resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
             loss=target(recipe.algorithm.loss),
             advantage=target(recipe.algorithm.advantage),
             reference=absolute(recipe.algorithm.reference),
+            critic_path=absolute(recipe.algorithm.critic_path),
         ),
         weights=replace(recipe.weights, folder=absolute(recipe.weights.folder)),
     )

@@ -3,6 +3,7 @@
 A trajectory is seen as steps, each with a reward: the whole of it is one step, or every turn, or every generated token
 (``credit``). Rewards become returns (the discounted sum of what follows), returns become advantages by comparing them,
 and every generated token gets its step's. ``Advantages`` does all of it for a batch; it owns the running baseline.
+Only the trainer knows the values that ``gae`` needs: for it, the shaped rewards of the turns are all that is made here.
 
 A user's own estimator is a function of a batch, called with the rewards as shaped by the recipe::
 
@@ -21,14 +22,22 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from asyncrl.core.types import Batch, Trajectory
+from asyncrl.core.types import Batch, Record, Trajectory
 
 EPSILON = 1e-6
 """Added to a standard deviation, so that almost equal rewards do not explode."""
 
-Advantage: TypeAlias = "float | array[float] | None"
+
+class TurnRewards(Record, frozen=True, kw_only=True):
+    """What each turn of a trajectory brought, as shaped by the recipe, and how many tokens there are up to its end."""
+
+    ends: tuple[int, ...]
+    rewards: tuple[float, ...]
+
+
+Advantage: TypeAlias = "float | array[float] | TurnRewards | None"
 """Of one trajectory: that of all its generated tokens; or a float32 column with one entry a token, 0 where it observed;
-or None: it is not trained, and does not count in any mean."""
+or the rewards that the trainer makes it from (``gae``); or None: it is not trained, and does not count in any mean."""
 
 Steps: TypeAlias = Sequence[Sequence[float]]
 """Returns of each step of each trajectory of a group."""
@@ -56,6 +65,26 @@ def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: fl
 def returns(rewards: Sequence[float], gamma: float) -> list[float]:
     """Discounted sum of the rewards from each step on."""
     return gae(rewards, [0.0] * len(rewards), gamma, 1.0)
+
+
+def token_rewards(rewards: Sequence[float], counts: Sequence[int]) -> list[float]:
+    """One a generated token, of turns that brought ``rewards`` with ``counts`` tokens: each with the turn's last token,
+    or, if it has none, with the token before, whose doing it was."""
+    by_token: list[float] = []
+    for reward, count in zip(rewards, counts, strict=True):
+        by_token += [0.0] * count
+        if by_token:
+            by_token[-1] += reward
+    return by_token
+
+
+def generated_per_turn(loss_mask: bytes, turn_ends: Sequence[int]) -> list[int]:
+    """How many tokens of each turn the policy generated; the mask is int8. Without turns, it is all one."""
+    start, counts = 0, []
+    for end in turn_ends or (len(loss_mask),):
+        counts.append(loss_mask.count(1, start, end))
+        start = end
+    return counts
 
 
 # --- from returns to advantages ---------------------------------------------------------------------------------------
@@ -94,7 +123,8 @@ ESTIMATORS: dict[str, Callable[[Steps], list[list[float]]]] = {
     "group_mean": group_mean,
     "rloo": rloo,
 }
-"""The recipe's ``algorithm.advantage`` by name, of those that look at one group. ``reinforce`` looks at batches."""
+"""The recipe's ``algorithm.advantage`` by name, of those that look at one group. ``reinforce`` looks at batches, and
+``gae`` at one trajectory."""
 
 
 def _mean(group: Steps) -> float:
@@ -107,9 +137,8 @@ def _mean(group: Steps) -> float:
 
 class Advantages:
     """What ``compute`` gives for one batch after the other. Keywords are the keys of the recipe's ``[algorithm]``;
-    ``own`` is a user's estimator, in place of ``advantage``.
-
-    ``running`` is the running mean of returns that ``baseline = "running"`` subtracts; None before the first batch.
+    ``own`` is a user's estimator, in place of ``advantage``; ``running`` the running mean of returns that
+    ``baseline = "running"`` subtracts, as a run that is resumed had it; None before the first batch.
     """
 
     def __init__(
@@ -126,12 +155,15 @@ class Advantages:
         overlong_penalty: float = 1.0,
         overlong_filter: bool = False,
         own: Callable[[Batch], Any] | None = None,
+        running: float | None = None,
     ) -> None:
-        if own is None and advantage != "reinforce" and advantage not in ESTIMATORS:
+        if own is None and advantage not in (*ESTIMATORS, "reinforce", "gae"):
             raise ValueError(
-                f"algorithm.advantage: unknown {advantage!r}; known are {', '.join(ESTIMATORS)}, reinforce"
+                f"algorithm.advantage: unknown {advantage!r}; known are {', '.join(ESTIMATORS)}, reinforce, gae"
             )
-        self.running: float | None = None
+        self._running = running
+        self._before: tuple[int, float | None] = (-1, None)
+        """The step that was computed last, and the running mean that was subtracted in it."""
         self._advantage = advantage
         self._credit = credit
         self._gamma = gamma
@@ -142,8 +174,13 @@ class Advantages:
         self._overlong_filter = overlong_filter
         self._own = own
 
+    def running(self, step: int) -> float | None:
+        """The running mean that is subtracted in ``step``, which is the one computed last or the next."""
+        last, before = self._before
+        return before if step == last else self._running
+
     def compute(self, batch: Batch) -> list[Advantage]:
-        """One entry a trajectory, in ``batch.trajectories``' order.
+        """One entry a trajectory, in ``batch.trajectories``' order. The same batch again gives the same.
 
         Raises ``ValueError`` for a group without trajectories, a reward that is not finite, or a user's estimator that
         returns something else.
@@ -156,9 +193,14 @@ class Advantages:
         shaped = self._shape(batch)
         if self._own is not None:
             advantages = _checked(self._own(shaped), shaped.trajectories)
+        elif self._advantage == "gae":
+            advantages = [
+                TurnRewards(ends=t.turn_ends or (len(t.tokens),), rewards=t.turn_rewards or (t.reward,))
+                for t in shaped.trajectories
+            ]
         else:
             groups = [[self._returns(t) for t in group.trajectories] for group in shaped.groups]
-            judged = chain.from_iterable(self._judge(groups))
+            judged = chain.from_iterable(self._judge(groups, batch.step))
             advantages = [self._spread(t, steps) for t, steps in zip(shaped.trajectories, judged, strict=True)]
         if self._overlong_filter:
             cut = [t.finish_reason == "length" for t in batch.trajectories]
@@ -167,16 +209,18 @@ class Advantages:
             advantages = [None if out else a for a, out in zip(advantages, cut, strict=True)]
         return advantages
 
-    def _judge(self, groups: Sequence[Steps]) -> list[list[list[float]]]:
+    def _judge(self, groups: Sequence[Steps], step: int) -> list[list[list[float]]]:
         if self._advantage != "reinforce":
             return [ESTIMATORS[self._advantage](group) for group in groups]
         mean = _mean([steps for group in groups for steps in group])
+        running = self.running(step)  # of the batches before: independent of this one
+        self._before = (step, running)
+        self._running = mean if running is None else self._decay * running + (1 - self._decay) * mean
         baseline = 0.0
-        if self._baseline == "batch" or (self._baseline == "running" and self.running is None):
+        if self._baseline == "batch" or (self._baseline == "running" and running is None):
             baseline = mean
-        elif self._baseline == "running" and self.running is not None:
-            baseline = self.running  # of the batches before: independent of this one
-        self.running = mean if self.running is None else self._decay * self.running + (1 - self._decay) * mean
+        elif self._baseline == "running" and running is not None:
+            baseline = running
         return [[[g - baseline for g in steps] for steps in group] for group in groups]
 
     # --- rewards
@@ -199,18 +243,13 @@ class Advantages:
         rewards = trajectory.turn_rewards or (trajectory.reward,)
         if self._credit == "turn":
             return returns(rewards, self._gamma)
-        by_token: list[float] = []
-        for reward, count in zip(rewards, _generated_per_turn(trajectory), strict=True):
-            by_token += [0.0] * count
-            if by_token:  # a turn without tokens: what it brought is the doing of the token before
-                by_token[-1] += reward
-        return returns(by_token, self._gamma)
+        return returns(token_rewards(rewards, _counts(trajectory)), self._gamma)
 
     def _spread(self, trajectory: Trajectory, steps: Sequence[float]) -> Advantage:
         if self._credit == "trajectory":
             return steps[0]
         if self._credit == "turn":
-            per_turn = zip(steps, _generated_per_turn(trajectory), strict=True)
+            per_turn = zip(steps, _counts(trajectory), strict=True)
             steps = list(chain.from_iterable([advantage] * count for advantage, count in per_turn))
         given = iter(steps)
         return array("f", [next(given) if m else 0.0 for m in trajectory.loss_mask])
@@ -237,12 +276,8 @@ def _with_rewards(batch: Batch, scale: float, extra: Callable[[Trajectory], floa
     return replace(batch, groups=groups)
 
 
-def _generated_per_turn(trajectory: Trajectory) -> list[int]:
-    mask, start, counts = trajectory.loss_mask.tobytes(), 0, []
-    for end in trajectory.turn_ends or (len(mask),):
-        counts.append(mask.count(1, start, end))
-        start = end
-    return counts
+def _counts(trajectory: Trajectory) -> list[int]:
+    return generated_per_turn(trajectory.loss_mask.tobytes(), trajectory.turn_ends)
 
 
 def _checked(values: Any, trajectories: Sequence[Trajectory]) -> list[Advantage]:

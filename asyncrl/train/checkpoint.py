@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.nn import Parameter
 
 from asyncrl.config import Recipe
 from asyncrl.train import model
@@ -175,15 +176,23 @@ class Checkpoints:
 
 def _tensors(learner: Learner) -> Iterator[tuple[str, Tensor]]:
     """The learner's own tensors, by names that do not tell how they are sharded or wrapped."""
-    for name, parameter in model.named_parameters(learner.policy):
-        yield f"model.{name}", parameter.detach()
+    for key, name, parameter in _parameters(learner):
+        yield key, parameter.detach()
         for slot, tensor in learner.optimizer.state.get(parameter, {}).items():
             yield f"optimizer.{slot}.{name}", tensor
 
 
+def _parameters(learner: Learner) -> Iterator[tuple[str, str, Parameter]]:
+    """Of each: the key under which it is stored, its name in those of the optimiser's state, and itself."""
+    for name, parameter in model.named_parameters(learner.policy):
+        yield f"model.{name}", name, parameter
+    for name, parameter in model.critic_parameters(learner.policy, learner.critic):
+        yield name, name, parameter
+
+
 def _make_room(learner: Learner, stored: dict[str, Any]) -> None:
     """Give the optimiser tensors for what is stored of its state: before its first step it has none."""
-    parameters = dict(model.named_parameters(learner.policy))
+    parameters = {name: parameter for _, name, parameter in _parameters(learner)}
     learner.optimizer.state.clear()
     for key, info in stored.items():
         kind, _, rest = key.partition(".")

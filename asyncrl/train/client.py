@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 
 from asyncrl.config import Recipe
-from asyncrl.core.advantage import Advantage
+from asyncrl.core.advantage import Advantage, TurnRewards
 from asyncrl.core.types import Batch, Trajectory
 from asyncrl.ports import CheckpointFailed, StepResult, TrainerDied, TrainerError
 from asyncrl.processes import free_port
@@ -230,7 +230,13 @@ def train_request(batch: Batch, advantages: Sequence[Advantage], fed: Sequence[i
 
 
 def train_sequences(trajectory: Trajectory, advantage: Advantage) -> list[TrainSequence]:
-    """One for each segment: columns as the bytes of their arrays. What is not to be trained has an empty mask."""
+    """One for each segment: columns as the bytes of their arrays. What is not to be trained has an empty mask. Raises
+    ``TrainerError`` for segments whose advantages a critic is to make: it sees no further than a sequence."""
+    rewards = advantage if isinstance(advantage, TurnRewards) else TurnRewards(ends=(), rewards=())
+    if rewards.ends and len(trajectory.segment_ends) > 1:
+        raise TrainerError(
+            'algorithm.advantage = "gae": a trajectory has several segments; set rollout.history = "keep" or "refuse"'
+        )
     cuts = (0, *(trajectory.segment_ends or (len(trajectory.tokens),)))
     return [
         TrainSequence(
@@ -240,6 +246,8 @@ def train_sequences(trajectory: Trajectory, advantage: Advantage) -> list[TrainS
             versions=trajectory.versions[start:end].tobytes(),
             advantage=advantage if isinstance(advantage, float) else 0.0,
             advantages=advantage[start:end].tobytes() if isinstance(advantage, array) else b"",
+            turn_ends=rewards.ends,
+            turn_rewards=rewards.rewards,
         )
         for start, end in pairwise(cuts)
     ]

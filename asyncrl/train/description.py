@@ -45,7 +45,8 @@ class Description(Record, frozen=True, kw_only=True):
 
 
 def settings(recipe: Recipe, model: Path) -> dict[str, Any]:
-    """What the trained state depends on: the architecture, the precision, the optimiser. Not its learning rate."""
+    """What the trained state depends on: the architecture, the precision, the optimiser, the critic. Not its learning
+    rate."""
     kept: dict[str, Any] = {
         "model.dtype": recipe.model.dtype,
         "trainer.betas": recipe.trainer.betas,
@@ -53,6 +54,8 @@ def settings(recipe: Recipe, model: Path) -> dict[str, Any]:
     }
     if recipe.trainer.lora_rank:
         kept |= {f"trainer.{key}": getattr(recipe.trainer, key) for key in ("lora_rank", "lora_alpha", "lora_targets")}
+    if recipe.algorithm.uses_critic:
+        kept["algorithm.critic"] = recipe.algorithm.critic
     config = msgspec.json.decode((model / "config.json").read_bytes(), type=dict[str, Any])
     kept |= {f"model.path: {key}": value for key, value in _flat(config) if key.split(".")[-1] not in IGNORED}
     return msgspec.json.decode(msgspec.json.encode(kept), type=dict[str, Any])  # as it reads back

@@ -132,7 +132,8 @@ class Leader:
             raise Refused(str(error)) from error
         seconds = time.perf_counter() - started + fed.seconds
         tokens = sum(len(s.tokens) // 4 for s in request.sequences)
-        metrics |= advantage_moments([token_advantages(s) for s in request.sequences])
+        if not rank.recipe.algorithm.uses_critic:
+            metrics |= advantage_moments([token_advantages(s) for s in request.sequences])
         metrics |= {
             "seconds": seconds,
             "tokens": float(tokens),

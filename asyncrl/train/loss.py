@@ -218,8 +218,9 @@ def policy_loss(tokens: Tokens, loss: LossFunction, options: AlgorithmConfig) ->
         Σ_t w_t · (L_t + kl_coef · k(π_θ, π_ref)_t − entropy_coef · H_t)
 
     Rejected tokens (``rejected``) have weight 0; the weights of the others stay as they are. With ``kl_in`` =
-    ``reward`` the KL is taken off the advantages instead (``kl_to_go``). Returns the sum, the bare loss of each token,
-    and which tokens were rejected (bool ``[tokens]``). Raises ``ValueError`` for a user's loss of another shape.
+    ``reward`` the KL is taken off the advantages instead (``kl_to_go``), but for those of a critic, which has taken it
+    off the rewards. Returns the sum, the bare loss of each token, and which tokens were rejected (bool ``[tokens]``).
+    Raises ``ValueError`` for a user's loss of another shape.
     """
     out = rejected(tokens, options)
     if options.reject != "none":
@@ -230,7 +231,7 @@ def policy_loss(tokens: Tokens, loss: LossFunction, options: AlgorithmConfig) ->
             behaviour=torch.where(out, tokens.logprobs.detach(), tokens.behaviour),
             proximal=torch.where(out, tokens.logprobs.detach(), tokens.proximal),
         )
-    if tokens.reference is not None and options.kl_in == "reward":
+    if tokens.reference is not None and options.kl_in == "reward" and not options.uses_critic:
         tokens = msgspec.structs.replace(
             tokens, advantages=tokens.advantages - options.kl_coef * kl_to_go(tokens, options.kl)
         )

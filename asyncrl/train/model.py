@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,29 +31,76 @@ class ModelError(Exception):
     """The model folder cannot be trained. One line with the remedy."""
 
 
-class Policy(nn.Module):
+class Trunk(nn.Module):
+    """A language model as a map from packed tokens to hidden states, and from these to values if it has a head for it:
+    what policy and critic have in common."""
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.lm = lm
+        self.value_head: nn.Linear | None = None
+
+    def add_value_head(self) -> None:
+        """Before sharding. It begins with values of 0, on every rank."""
+        self.value_head = nn.Linear(self.lm.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def hidden(self, tokens: Tensor, layout: Layout, positions: Tensor) -> Tensor:
+        """The last hidden states ``[n, hidden size]`` at ``positions`` ``[n]`` of ``tokens`` ``[row length]``."""
+        states: Tensor = self.lm.base_model(
+            input_ids=tokens[None], position_ids=layout.positions, use_cache=False, layout=layout
+        ).last_hidden_state[0][positions]
+        return states
+
+    def values(self, hidden: Tensor) -> Tensor | None:
+        """``[n]``, computed in float32."""
+        # Not [:, 0]: FSDP warns of outputs that are views.
+        return None if self.value_head is None else self.value_head(hidden.float()).sum(-1)
+
+
+class Critic(Trunk):
+    """A model of its own, whose vocabulary head is left out, seen as a map from packed tokens to values."""
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        super().__init__(cast(PreTrainedModel, lm.base_model))
+        self.add_value_head()
+
+    def forward(self, tokens: Tensor, layout: Layout, positions: Tensor) -> Tensor:
+        """What is still to come after each of ``positions`` ``[n]``: float32 ``[n]``."""
+        values = self.values(self.hidden(tokens, layout, positions))
+        assert values is not None
+        return values
+
+
+class Scores(NamedTuple):
+    """What a policy says of chosen next tokens, each ``[n]`` float32: their log-probability and the entropy of the
+    distribution there, both at the sampling temperature; and with a value head the value of the state before."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    values: Tensor | None
+
+
+class Policy(Trunk):
     """A causal language model seen as a map from packed tokens to the logprobs of chosen next tokens.
 
     ``entropy_gradient``: the entropy is to be differentiated too, for a bonus on it. ``lora_scale``: α/r of adapters.
     """
 
     def __init__(self, lm: PreTrainedModel, temperature: float) -> None:
-        super().__init__()
-        self.lm = lm
+        super().__init__(lm)
         self.temperature = temperature
         self.entropy_gradient = False
         self.lora_scale = 0.0
 
-    def forward(self, tokens: Tensor, layout: Layout, positions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probability of each of ``targets`` ``[n]`` after the row position of the same rank in ``positions``
-        ``[n]``, and the entropy of the distribution there; both float32, at the sampling temperature.
+    def forward(self, tokens: Tensor, layout: Layout, positions: Tensor, targets: Tensor) -> Scores:
+        """Of each of ``targets`` ``[n]`` after the row position of the same rank in ``positions`` ``[n]``.
 
         ``tokens`` is ``[row length]``. Only the chosen positions meet the vocabulary.
         """
-        hidden = self.lm.base_model(
-            input_ids=tokens[None], position_ids=layout.positions, use_cache=False, layout=layout
-        ).last_hidden_state[0][positions]
-        return chosen_logprobs(
+        hidden = self.hidden(tokens, layout, positions)
+        logprobs, entropy = chosen_logprobs(
             self.lm.get_output_embeddings(),
             hidden,
             targets,
@@ -60,12 +108,13 @@ class Policy(nn.Module):
             soft_cap=getattr(self.lm.config.get_text_config(), "final_logit_softcapping", None),
             entropy_gradient=self.entropy_gradient,
         )
+        return Scores(logprobs, entropy, self.values(hidden))
 
 
-def load(path: str, temperature: float) -> Policy:
-    """The Hugging Face folder ``path`` in float32, without dropout. Raises ``ModelError``."""
+def load(path: str, temperature: float, key: str = "model.path") -> Policy:
+    """The Hugging Face folder ``path`` in float32, without dropout. Raises ``ModelError``, which names ``key``."""
     if not (Path(path) / "config.json").is_file():
-        raise ModelError(f"model.path: {path} is not a Hugging Face model folder (no config.json)")
+        raise ModelError(f"{key}: {path} is not a Hugging Face model folder (no config.json)")
     transformers_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
@@ -73,7 +122,7 @@ def load(path: str, temperature: float) -> Policy:
             path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
         )
     except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"model.path: cannot load {path}: {str(error).strip().splitlines()[0]}") from error
+        raise ModelError(f"{key}: cannot load {path}: {str(error).strip().splitlines()[0]}") from error
     # Always in evaluation mode: the logprobs have to be those of the policy that the engines serve.
     lm.eval()
     policy = Policy(lm, temperature)
@@ -104,7 +153,7 @@ def check_packing(policy: Policy) -> None:
         tokens = torch.cat(rows)
         last = torch.tensor([len(row) for row in rows]).cumsum(0) - 1
         positions = torch.tensor([p for p in range(len(tokens)) if p not in last.tolist()])
-        got, _ = policy(tokens, Layout([len(row) for row in rows], tokens.device), positions, tokens[positions + 1])
+        got, *_ = policy(tokens, Layout([len(row) for row in rows], tokens.device), positions, tokens[positions + 1])
         difference = float((got - torch.cat(expected)).abs().max())
     except (TypeError, ValueError) as error:
         raise ModelError(f"model.path: {type(lm).__name__} cannot take packed sequences: {error}") from error
@@ -115,9 +164,9 @@ def check_packing(policy: Policy) -> None:
         )
 
 
-def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype, activation_checkpointing: bool) -> None:
+def shard(policy: Policy | Critic, mesh: DeviceMesh, dtype: torch.dtype, activation_checkpointing: bool) -> None:
     """FSDP2 in place: one unit per decoder layer, and one for the rest. Master weights and gradient sums stay float32;
-    forward and backward compute in ``dtype``."""
+    forward and backward compute in ``dtype``, but for values."""
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     if dtype == torch.float32:
         mixed = MixedPrecisionPolicy()
@@ -128,6 +177,8 @@ def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype, activation_check
                 layer = checkpoint_wrapper(child) if activation_checkpointing else child
                 setattr(parent, name, layer)
                 fully_shard(layer, mesh=mesh, mp_policy=mixed)
+    if policy.value_head is not None:
+        fully_shard(policy.value_head, mesh=mesh)
     fully_shard(policy, mesh=mesh, mp_policy=mixed)
 
 
@@ -135,6 +186,14 @@ def named_parameters(policy: Policy) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters under transformers' own names, whatever the modules are wrapped in; a tied one appears once."""
     for name, parameter in policy.lm.named_parameters():
         yield name.replace(_CHECKPOINT_PREFIX, ""), parameter
+
+
+def critic_parameters(policy: Policy, critic: Critic | None) -> Iterator[tuple[str, nn.Parameter]]:
+    """Those that learn values and are no part of the policy: of its value head, or of a model of its own."""
+    if critic is not None:
+        yield from ((f"critic.{name.replace(_CHECKPOINT_PREFIX, '')}", p) for name, p in critic.named_parameters())
+    elif policy.value_head is not None:
+        yield from ((f"critic.value_head.{name}", p) for name, p in policy.value_head.named_parameters())
 
 
 def manifest(policy: Policy, version: int, dtype: torch.dtype) -> Manifest:

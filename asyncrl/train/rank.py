@@ -21,7 +21,7 @@ from asyncrl.train import lora, model
 from asyncrl.train.channel import Channel
 from asyncrl.train.checkpoint import Checkpoints
 from asyncrl.train.loss import LOSSES, check_loss
-from asyncrl.train.model import ModelError, Policy
+from asyncrl.train.model import Critic, ModelError, Policy
 from asyncrl.train.step import Learner
 from asyncrl.train.work import Part, StepRefused, Work
 
@@ -73,14 +73,22 @@ class Rank:
         if recipe.trainer.lora_rank:
             lora.inject(policy.lm, recipe.trainer, self.dtype, recipe.seed)
             policy.lora_scale = recipe.trainer.lora_alpha / recipe.trainer.lora_rank
+        critic = None
+        if algorithm.uses_critic and algorithm.critic == "value_head":
+            policy.add_value_head()
+        elif algorithm.uses_critic:
+            path = algorithm.critic_path
+            critic = Critic(model.load(path or folder, 1.0, "algorithm.critic_path" if path else "model.path").lm)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         model.shard(policy, mesh, self.dtype, recipe.trainer.activation_checkpointing)
+        if critic is not None:
+            model.shard(critic, mesh, self.dtype, recipe.trainer.activation_checkpointing)
         reference = None
         if algorithm.kl_coef:
             reference = self._reference(algorithm.reference or recipe.model.path or folder)
             model.shard(reference, mesh, self.dtype, False)
         self.learner = Learner(
-            policy, recipe.trainer, algorithm, device, self.channel.group, loss=loss, reference=reference
+            policy, recipe.trainer, algorithm, device, self.channel.group, loss=loss, reference=reference, critic=critic
         )
         self.checkpoints = Checkpoints(self.learner, recipe, Path(folder))
         self.checksum = 0

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -24,9 +25,11 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.core.types import Record
+from asyncrl.train import critic as critics
 from asyncrl.train import statistics
+from asyncrl.train.critic import Judged
 from asyncrl.train.loss import LOSSES, LossFunction, Tokens, interpolated, policy_loss
-from asyncrl.train.model import Policy
+from asyncrl.train.model import Critic, Policy, Scores, critic_parameters
 from asyncrl.train.work import Packed, Part, Share, StepRefused, Work, pack
 
 
@@ -40,12 +43,26 @@ class StepBroken(Exception):
 
 
 class Prepared(Record, frozen=True, kw_only=True):
-    """A micro-batch with what the frozen policies say of its tokens. ``proximal`` is None where it is not needed, or is
-    π_θ itself."""
+    """A micro-batch with what the frozen policies say of its tokens, and the critic as it is before the first update.
+    ``proximal`` is None where it is not needed, or is π_θ itself."""
 
     batch: Packed
     proximal: Tensor | None
     reference: Tensor | None
+    judged: Judged | None
+
+
+class Outcome(Record, frozen=True, kw_only=True):
+    """Of one update, over all ranks: its losses, the share of values that were clipped, the norms of the gradients, and
+    the statistics of its tokens."""
+
+    loss: float
+    value_loss: float
+    value_clipped: float
+    norm: Tensor
+    critic_norm: Tensor | None
+    sums: Tensor
+    maxima: Tensor
 
 
 class Seconds:
@@ -59,7 +76,8 @@ class Totals:
     """What passes have added up on this rank; their gradient is in ``.grad``."""
 
     def __init__(self) -> None:
-        self.loss = torch.zeros(1, dtype=torch.float64)
+        self.losses = torch.zeros(3, dtype=torch.float64)
+        """The policy's, the values', and the share of values that were clipped."""
         self.sums, self.maxima = statistics.empty()
 
 
@@ -76,7 +94,8 @@ class Begun:
 
 class Learner:
     """One rank's policy and optimiser. ``control`` is a gloo group of all ranks, for statistics. ``loss`` is the
-    recipe's, or a user's own; ``reference`` the frozen model that a KL term needs."""
+    recipe's, or a user's own; ``reference`` the frozen model that a KL term needs; ``critic`` the model of its own that
+    gives values where the policy has no head for them."""
 
     def __init__(
         self,
@@ -88,8 +107,10 @@ class Learner:
         *,
         loss: LossFunction | None = None,
         reference: Policy | None = None,
+        critic: Critic | None = None,
     ) -> None:
         self.policy = policy
+        self.critic = critic
         self.version = 0
         self._begun = Begun()
         self._trainer = trainer
@@ -99,22 +120,31 @@ class Learner:
         self._loss = loss or LOSSES[algorithm.loss]
         self._reference = reference
         policy.entropy_gradient = algorithm.entropy_coef > 0
-        parameters = [p for p in policy.parameters() if p.requires_grad]
-        # Norms and biases are not decayed: pulling a scale to zero is no regularisation.
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": trainer.weight_decay},
-                {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-            ],
-            lr=trainer.learning_rate,
-            betas=trainer.betas,
+        rates = (
+            (policy.lm.parameters(), trainer.learning_rate),
+            (
+                (p for _, p in critic_parameters(policy, critic)),
+                algorithm.critic_learning_rate or trainer.learning_rate,
+            ),
         )
+        groups: list[dict[str, Any]] = []
+        for parameters, rate in rates:
+            trained = [p for p in parameters if p.requires_grad]
+            # Norms and biases are not decayed: pulling a scale to zero is no regularisation.
+            for matrices, decay in ((True, trainer.weight_decay), (False, 0.0)):
+                if chosen := [p for p in trained if (p.ndim >= 2) == matrices]:
+                    groups.append({"params": chosen, "weight_decay": decay, "full_lr": rate})
+        self.optimizer = torch.optim.AdamW(groups, lr=trainer.learning_rate, betas=trainer.betas)
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step: linear warm-up, then constant."""
-        warm = min(1.0, (self.version + 1) / (self._trainer.warmup_steps + 1))
-        return self._trainer.learning_rate * warm
+        """The policy's in the next step."""
+        return self._trainer.learning_rate * self._warmth
+
+    @property
+    def _warmth(self) -> float:
+        """What learning rates are multiplied with: linear warm-up, then constant."""
+        return min(1.0, (self.version + 1) / (self._trainer.warmup_steps + 1))
 
     def begin(self, part: Part) -> None:
         """The passes of sequences that will be in the next step's first mini-batch. A collective. ``step`` takes what
@@ -143,7 +173,7 @@ class Learner:
             for parameter in self.policy.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(scale)
-            begun.totals.loss *= scale
+            begun.totals.losses *= scale
             begun.batches = [_scaled(prepared, scale) for prepared in begun.batches]
         return begun
 
@@ -158,33 +188,42 @@ class Learner:
         seconds, totals = begun.seconds, begun.totals
         count = len(work.updates) * self._algorithm.epochs
         updates = [self._prepare(update, work.step, several=count > 1) for update in work.updates]
+        metrics: dict[str, float] = {}
+        if self._algorithm.uses_critic:
+            updates, metrics = self._normalised(updates)
         seconds.prepare += time.perf_counter() - started
         rate = self.learning_rate
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = group["full_lr"] * self._warmth
         sums, maxima = statistics.empty()
-        losses: list[float] = []
-        norms: list[float] = []
+        outcomes: list[Outcome] = []
         for _ in range(self._algorithm.epochs):
             for update in updates:
                 self._pass(update, totals, seconds)
-                loss, norm, part, largest = self._gradient(totals)
+                outcome = self._outcome(totals)
                 totals = Totals()
-                self._demand_finite(loss, norm, len(losses), count)
+                self._demand_finite(outcome, len(outcomes), count)
                 began = time.perf_counter()
-                clip_grads_with_norm_(list(self.policy.parameters()), self._trainer.grad_clip, norm)
+                clip_grads_with_norm_(list(self.policy.parameters()), self._trainer.grad_clip, outcome.norm)
+                if self.critic is not None and outcome.critic_norm is not None:
+                    clip_grads_with_norm_(list(self.critic.parameters()), self._trainer.grad_clip, outcome.critic_norm)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 seconds.optimizer += time.perf_counter() - began
-                sums, maxima = sums + part, torch.maximum(maxima, largest)
-                losses.append(loss)
-                norms.append(float(norm))
+                sums, maxima = sums + outcome.sums, torch.maximum(maxima, outcome.maxima)
+                outcomes.append(outcome)
             updates[0] = begun.batches + updates[0]
             begun.batches = []
         self.version += 1
-        return statistics.summarise(sums, maxima) | {
-            "loss": math.fsum(losses) / count,
-            "grad_norm": math.fsum(norms) / count,
+        metrics |= statistics.summarise(sums, maxima)
+        if self._algorithm.uses_critic:
+            metrics["value_loss"] = math.fsum(o.value_loss for o in outcomes) / count
+            metrics["value_clip_fraction"] = math.fsum(o.value_clipped for o in outcomes) / count
+        if self.critic is not None:
+            metrics["critic_grad_norm"] = math.fsum(float(o.critic_norm or 0) for o in outcomes) / count
+        return metrics | {
+            "loss": math.fsum(o.loss for o in outcomes) / count,
+            "grad_norm": math.fsum(float(o.norm) for o in outcomes) / count,
             "lr": rate,
             "updates": float(count),
             "micro_batches": float(sum(map(len, work.updates)) + begun.micro_batches),
@@ -197,22 +236,56 @@ class Learner:
 
     def _prepare(self, micro_batches: Sequence[Sequence[Share]], step: int, several: bool) -> list[Prepared]:
         """Pack, and ask the frozen policies: the reference, and the policy as it is before the first of ``several``
-        updates. In the first update π_prox is π_θ itself, which the training pass computes anyway."""
+        updates, and its critic. In the first update π_prox is π_θ itself, which the training pass computes anyway."""
         algorithm = self._algorithm
         proximal = several and algorithm.proximal == "recompute" and algorithm.uses_proximal
-        batches = [pack(shares, step, self._device) for shares in micro_batches]
-        prepared = [
-            Prepared(
-                batch=batch,
-                proximal=_logprobs(self.policy, batch) if proximal else None,
-                reference=None if self._reference is None else _logprobs(self._reference, batch),
+        asked = proximal or self.policy.value_head is not None or (algorithm.uses_critic and self._kl_in_reward)
+        prepared = []
+        for shares in micro_batches:
+            batch = pack(shares, step, self._device)
+            before = _scores(self.policy, batch) if asked else None
+            reference = None if self._reference is None else _scores(self._reference, batch).logprobs
+            prepared.append(
+                Prepared(
+                    batch=batch,
+                    proximal=before.logprobs if before is not None and proximal else None,
+                    reference=reference,
+                    judged=self._judge(shares, batch, before, reference) if algorithm.uses_critic else None,
+                )
             )
-            for batch in batches
-        ]
         if isinstance(self._reference, FSDPModule):
             # FSDP keeps the root's parameters whole for a backward that will not come.
             self._reference.reshard()
         return prepared
+
+    @property
+    def _kl_in_reward(self) -> bool:
+        return self._reference is not None and self._algorithm.kl_in == "reward"
+
+    @torch.no_grad()
+    def _judge(self, shares: Sequence[Share], batch: Packed, before: Scores | None, reference: Tensor | None) -> Judged:
+        """What the critic, or the value head of the policy that gave ``before``, makes of a micro-batch."""
+        values = None if before is None else before.values
+        if self.critic is not None:
+            values = self.critic(batch.tokens, batch.layout, batch.positions)
+        assert values is not None
+        penalties = None
+        if self._kl_in_reward:
+            assert before is not None and reference is not None
+            penalties = critics.kl_penalties(before.logprobs, reference, self._algorithm)
+        return critics.judge(shares, values, penalties, self._algorithm)
+
+    def _normalised(self, updates: Sequence[Sequence[Prepared]]) -> tuple[list[list[Prepared]], dict[str, float]]:
+        """With advantages as they are trained, which takes the whole batch, on all ranks; and metrics of it."""
+        moments = sum((p.judged.moments for update in updates for p in update if p.judged), critics.no_moments())
+        dist.all_reduce(moments, group=self._control)
+
+        def normalised(prepared: Prepared) -> Prepared:
+            assert prepared.judged is not None
+            judged = critics.normalise(prepared.judged, moments, self._algorithm, self._device)
+            return msgspec.structs.replace(prepared, judged=judged)
+
+        return [[normalised(prepared) for prepared in update] for update in updates], critics.summarise(moments)
 
     def _pass(self, batches: Sequence[Prepared], totals: Totals, seconds: Seconds) -> None:
         """Forward and backward of each: gradients into ``.grad``, everything else into ``totals``."""
@@ -220,14 +293,14 @@ class Learner:
         ranks = dist.get_world_size()
         for prepared in batches:
             began = time.perf_counter()
-            batch = prepared.batch
-            logprobs, entropy = self.policy(batch.tokens, batch.layout, batch.positions, batch.targets)
+            batch, judged = prepared.batch, prepared.judged
+            logprobs, entropy, values = self.policy(batch.tokens, batch.layout, batch.positions, batch.targets)
             tokens = Tokens(
                 logprobs=logprobs,
                 behaviour=batch.behaviour,
                 proximal=self._proximal(prepared, logprobs),
                 entropy=entropy,
-                advantages=batch.advantages,
+                advantages=batch.advantages if judged is None else judged.advantages,
                 weights=batch.weights,
                 staleness=batch.staleness,
                 lengths=batch.lengths,
@@ -237,21 +310,43 @@ class Learner:
             if batch.real:
                 part, largest = statistics.measure(tokens, per_token, rejected, self._algorithm.importance_cap)
                 totals.sums, totals.maxima = totals.sums + part, torch.maximum(totals.maxima, largest)
-                totals.loss += loss.detach().double().cpu()
+                totals.losses[0] += loss.detach().double().cpu()
+            if judged is not None and values is not None:
+                loss = loss + self._value_loss(values, judged, totals)
             turned = time.perf_counter()
             (loss * ranks).backward()
             seconds.forward += turned - began
             seconds.backward += time.perf_counter() - turned
+            if judged is not None and self.critic is not None:
+                # After the policy's backward, so that only one model's activations are held at a time.
+                began = time.perf_counter()
+                value_loss = self._value_loss(self.critic(batch.tokens, batch.layout, batch.positions), judged, totals)
+                turned = time.perf_counter()
+                (value_loss * ranks).backward()
+                seconds.forward += turned - began
+                seconds.backward += time.perf_counter() - turned
 
-    def _gradient(self, totals: Totals) -> tuple[float, Tensor, Tensor, Tensor]:
-        """Of a whole mini-batch, over the ranks: its loss, the norm of its gradient, and its statistics."""
-        added = torch.cat([totals.loss, totals.sums])
+    def _value_loss(self, values: Tensor, judged: Judged, totals: Totals) -> Tensor:
+        """To be minimised beside the policy's; bare, it is added to ``totals``."""
+        loss, clipped = critics.value_loss(values, judged, self._algorithm.value_clip)
+        totals.losses[1:] += torch.stack([loss.detach(), clipped]).double().cpu()
+        return self._algorithm.value_coef * loss
+
+    def _outcome(self, totals: Totals) -> Outcome:
+        """Of a whole mini-batch, over the ranks."""
+        added = torch.cat([totals.losses, totals.sums])
         dist.all_reduce(added, group=self._control)
-        maxima = totals.maxima
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self._control)
-        norm = get_total_norm([p.grad for p in self.policy.parameters() if p.grad is not None])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        return float(added[0]), norm, added[1:], maxima
+        dist.all_reduce(totals.maxima, op=dist.ReduceOp.MAX, group=self._control)
+        loss, value_loss, value_clipped = added[: len(totals.losses)].tolist()
+        return Outcome(
+            loss=loss,
+            value_loss=value_loss,
+            value_clipped=value_clipped,
+            norm=_grad_norm(self.policy),
+            critic_norm=None if self.critic is None else _grad_norm(self.critic),
+            sums=added[len(totals.losses) :],
+            maxima=totals.maxima,
+        )
 
     def _proximal(self, prepared: Prepared, logprobs: Tensor) -> Tensor:
         if prepared.proximal is not None:
@@ -260,13 +355,15 @@ class Learner:
             return interpolated(logprobs, prepared.batch.behaviour, prepared.batch.staleness)
         return logprobs.detach()
 
-    def _demand_finite(self, loss: float, norm: Tensor, done: int, count: int) -> None:
-        if math.isfinite(loss) and math.isfinite(float(norm)):
+    def _demand_finite(self, outcome: Outcome, done: int, count: int) -> None:
+        loss = outcome.loss + outcome.value_loss
+        norm = math.hypot(float(outcome.norm), float(outcome.critic_norm or 0))
+        if math.isfinite(loss) and math.isfinite(norm):
             return
         self.optimizer.zero_grad()
         name = "gradient" if math.isfinite(loss) else "loss"
         where = f"step {self.version}" + (f", update {done + 1} of {count}" if count > 1 else "")
-        what = f"{where}: the {name} is not finite (loss {loss:.6g}, gradient norm {float(norm):.6g})"
+        what = f"{where}: the {name} is not finite (loss {loss:.6g}, gradient norm {norm:.6g})"
         remedy = "lower trainer.learning_rate or look at the batch"
         if done:
             raise StepBroken(f"{what} after {done} of them were made: {remedy}")
@@ -279,6 +376,11 @@ def _scaled(prepared: Prepared, scale: float) -> Prepared:
 
 
 @torch.no_grad()
-def _logprobs(policy: Policy, batch: Packed) -> Tensor:
-    logprobs: Tensor = policy(batch.tokens, batch.layout, batch.positions, batch.targets)[0]
-    return logprobs
+def _scores(policy: Policy, batch: Packed) -> Scores:
+    scores: Scores = policy(batch.tokens, batch.layout, batch.positions, batch.targets)
+    return scores
+
+
+def _grad_norm(module: torch.nn.Module) -> Tensor:
+    norm = get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

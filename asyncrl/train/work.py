@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
+from asyncrl.core.advantage import generated_per_turn
 from asyncrl.core.packing import plan
 from asyncrl.core.types import Record
 from asyncrl.train.attention import Layout
@@ -28,10 +29,12 @@ class StepRefused(Exception):
 
 
 class Share(Record, frozen=True, kw_only=True):
-    """One sequence as a rank trains it; ``weight`` is that of each of its trained tokens in the mini-batch's mean."""
+    """One sequence as a rank trains it; ``weight`` is that of each of its trained tokens in the mini-batch's mean,
+    ``value_weight`` that of each of its steps in the mean of the value loss."""
 
     sequence: TrainSequence
     weight: float
+    value_weight: float = 0.0
 
 
 class Work(Record, frozen=True, kw_only=True):
@@ -69,7 +72,7 @@ def plan_work(
     Mini-batches are stretches of the batch in its order, of equal numbers of sequences or one more; one without any
     trained token is no update. Sequences whose advantages are all 0 (a group of equal rewards) keep their place in the
     mean but have no gradient, unless the loss has a KL or entropy term, and are left out: late in a run that is most
-    of a batch.
+    of a batch. With a critic nobody knows their advantages yet.
     """
     columns = [_check(number, sequence, vocabulary) for number, sequence in enumerate(request.sequences)]
     generated = [int(mask.sum()) for mask, _ in columns]
@@ -86,9 +89,18 @@ def plan_work(
         if not any(generated[start:end]):
             continue
         weights = token_weights(generated[start:end], algorithm.aggregation)
-        kept = [i for i in range(start, end) if _has_gradient(columns[i], algorithm)]
+        steps = [len(step_lengths(s, algorithm.credit)) for s in request.sequences[start:end]]
+        value_weights = token_weights(steps, algorithm.aggregation) if any(steps) else [0.0] * len(steps)
+        kept = [
+            i
+            for i in range(start, end)
+            if _has_gradient(columns[i], algorithm) or (generated[i] and request.sequences[i].turn_rewards)
+        ]
         left = [i for i in kept if i not in done]
-        shares = [Share(sequence=request.sequences[i], weight=weights[i - start]) for i in left]
+        shares = [
+            Share(sequence=request.sequences[i], weight=weights[i - start], value_weight=value_weights[i - start])
+            for i in left
+        ]
         # With nothing to train at all, a dummy is: there must be a gradient to step on.
         dealt = _deal(shares, ranks, hidden, trainer) if left or not kept else [[] for _ in range(ranks)]
         updates.append(dealt)
@@ -146,6 +158,13 @@ def token_advantages(sequence: TrainSequence) -> NDArray[np.float32]:
     return column[mask != 0] if len(column) else np.full(np.count_nonzero(mask), sequence.advantage, np.float32)
 
 
+def step_lengths(sequence: TrainSequence, credit: str) -> list[int]:
+    """Trained tokens of each step that ``gae`` sees in a sequence: a token, or a turn that has any. Without rewards of
+    turns there are no steps."""
+    counts = generated_per_turn(sequence.loss_mask, sequence.turn_ends) if sequence.turn_rewards else []
+    return [1] * sum(counts) if credit == "token" else [count for count in counts if count]
+
+
 def _check(number: int, sequence: TrainSequence, vocabulary: int) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """The sequence's mask, and the advantages of its trained tokens."""
     tokens = np.frombuffer(sequence.tokens, "<i4")
@@ -167,6 +186,13 @@ def _check(number: int, sequence: TrainSequence, vocabulary: int) -> tuple[NDArr
     trained = token_advantages(sequence)
     if not np.isfinite(trained).all():
         raise StepRefused(f"sequence {number}: its advantage is not finite ({trained[~np.isfinite(trained)][0]})")
+    ends, rewards = sequence.turn_ends, sequence.turn_rewards
+    if ends and (list(ends) != sorted(ends) or sum(generated_per_turn(sequence.loss_mask, ends)) != len(trained)):
+        raise StepRefused(
+            f"sequence {number}: its turns, which end at {list(ends)}, do not hold all its trained tokens"
+        )
+    if len(ends) != len(rewards) or not np.isfinite(rewards).all():
+        raise StepRefused(f"sequence {number}: {list(rewards)} are not the finite rewards of {len(ends)} turns")
     return mask, trained
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,10 @@ def refused(algorithm: dict[str, Any], **tables: Any) -> str:
         ("kl_coef", -0.1),
         ("gamma", 1.1),
         ("baseline_decay", 1.0),
+        ("gae_lambda", -0.1),
+        ("critic_learning_rate", -1e-5),
+        ("value_coef", float("inf")),
+        ("value_clip", -0.2),
         ("overlong_limit", -1),
         ("overlong_buffer", 5),
         ("overlong_penalty", -1.0),
@@ -54,7 +59,18 @@ def test_every_loss_is_accepted(name: str) -> None:
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_every_advantage_is_accepted(name: str) -> None:
-    assert load_table({"algorithm": {"advantage": name}}).algorithm.advantage == name
+    assert load_table({"algorithm": {"advantage": name, "credit": "token"}}).algorithm.advantage == name
+
+
+def test_a_critic_needs_steps_and_something_to_learn() -> None:
+    gae = {"advantage": "gae", "credit": "token"}
+    assert refused({"advantage": "gae"}) == (
+        'algorithm.credit = trajectory: gae needs steps within a trajectory; set algorithm.credit = "token" or "turn"'
+    )
+    assert refused(gae | {"value_coef": 0.0}).startswith("algorithm.value_coef = 0.0: must be more than 0")
+    assert refused(gae | {"critic": "head"}) == "algorithm.critic: unknown 'head'; known are value_head, model"
+    assert load_table({"algorithm": gae}).algorithm.uses_critic
+    assert not load_table({}).algorithm.uses_critic
 
 
 def test_an_unknown_name_gets_a_suggestion() -> None:
@@ -69,6 +85,7 @@ def test_only_comparisons_need_a_group_of_two() -> None:
     one = {"group_size": 1}
     assert refused({"advantage": "rloo"}, rollout=one).startswith("rollout.group_size = 1: must be at least 2: rloo")
     load_table({"algorithm": {"advantage": "reinforce"}, "rollout": one})
+    load_table({"algorithm": {"advantage": "gae", "credit": "turn"}, "rollout": one})
     load_table({"algorithm": {"advantage": "mine.py:advantage"}, "rollout": one})
 
 
@@ -107,6 +124,10 @@ def test_what_can_be_streamed_are_whole_groups_of_the_first_mini_batch() -> None
 def test_keys_that_would_do_nothing_are_refused() -> None:
     assert refused({"gamma": 0.9}) == 'algorithm.gamma = 0.9: discounts nothing; set algorithm.credit = "turn"'
     load_table({"algorithm": {"gamma": 0.9, "credit": "turn"}})
+    for keys in ({}, {"advantage": "gae", "credit": "turn"}):
+        says = r"critic: is not used; set algorithm.advantage = \"gae\" and algorithm.critic = \"model\""
+        assert re.search(f"algorithm.critic_path = .*{says}", refused({"critic_path": "/critic", **keys}))
+    load_table({"algorithm": {"critic_path": "critic", "critic": "model", "advantage": "gae", "credit": "turn"}})
     says = "algorithm.proximal = interpolate: has no meaning for the loss ppo; use decoupled_ppo"
     assert refused({"proximal": "interpolate"}) == says
     load_table({"algorithm": {"proximal": "interpolate", "loss": "decoupled_ppo"}})
@@ -126,3 +147,7 @@ def test_files_are_relative_to_the_recipe(tmp_path: Path) -> None:
     assert algorithm.loss == f"{tmp_path / 'own.py'}:loss"
     assert algorithm.advantage == "package.own:advantage"
     assert algorithm.reference == str(tmp_path / "base")
+    (tmp_path / "recipe.toml").write_text(
+        '[algorithm]\nadvantage = "gae"\ncredit = "turn"\ncritic = "model"\ncritic_path = "values"\n'
+    )
+    assert load(tmp_path).algorithm.critic_path == str(tmp_path / "values")

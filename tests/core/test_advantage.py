@@ -17,6 +17,7 @@ from asyncrl.core.advantage import (
     EPSILON,
     ESTIMATORS,
     Advantages,
+    TurnRewards,
     gae,
     group_mean,
     group_norm,
@@ -40,7 +41,7 @@ def flat(group: Sequence[Sequence[float]]) -> list[float]:
 
 
 def test_the_recipe_knows_exactly_these_estimators() -> None:
-    assert set(known.ADVANTAGES) == {*ESTIMATORS, "reinforce"}
+    assert set(known.ADVANTAGES) == {*ESTIMATORS, "reinforce", "gae"}
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------
@@ -150,16 +151,16 @@ def trajectory(turns: Sequence[tuple[int, int, float]], finish_reason: str = "st
     )
 
 
-def batch(*groups: Sequence[Trajectory]) -> Batch:
+def batch(*groups: Sequence[Trajectory], step: int = 0) -> Batch:
     task = Task(id="t", data={})
     return Batch(
-        step=0, groups=tuple(Group(id=i, task=task, v_traj=0, trajectories=tuple(g)) for i, g in enumerate(groups))
+        step=step, groups=tuple(Group(id=i, task=task, v_traj=0, trajectories=tuple(g)) for i, g in enumerate(groups))
     )
 
 
-def scored(*groups: Sequence[float]) -> Batch:
+def scored(*groups: Sequence[float], step: int = 0) -> Batch:
     """Single turns of ten tokens with these rewards."""
-    return batch(*([trajectory([(2, 8, r)]) for r in rewards] for rewards in groups))
+    return batch(*([trajectory([(2, 8, r)]) for r in rewards] for rewards in groups), step=step)
 
 
 def columns(values: Sequence[Any]) -> list[list[float]]:
@@ -174,13 +175,38 @@ def test_each_group_is_compared_by_itself_and_the_order_is_kept() -> None:
 
 
 def test_reinforce_subtracts_what_the_baseline_says() -> None:
-    one, two = scored([0.0, 2.0], [4.0, 6.0]), scored([10.0, 0.0], [0.0, 0.0])
+    one, two = scored([0.0, 2.0], [4.0, 6.0]), scored([10.0, 0.0], [0.0, 0.0], step=1)
     for baseline, expected in {"none": [0, 2, 4, 6], "batch": [-3, -1, 1, 3]}.items():
         assert Advantages(advantage="reinforce", baseline=baseline).compute(one) == expected
     running = Advantages(advantage="reinforce", baseline="running", baseline_decay=0.75)
     assert running.compute(one) == [-3, -1, 1, 3]  # nothing came before: its own mean
     assert running.compute(two) == [7, -3, -3, -3]  # the mean of the batch before, not its own of 2.5
-    assert running.running == 0.75 * 3 + 0.25 * 2.5
+    assert running.running(2) == 0.75 * 3 + 0.25 * 2.5
+
+
+def test_the_running_baseline_of_a_step_is_known_whether_it_was_computed_or_not_and_goes_on_in_another_run() -> None:
+    keys: dict[str, Any] = {"advantage": "reinforce", "baseline": "running", "baseline_decay": 0.5}
+    one = Advantages(**keys)
+    found = []
+    for step in range(4):
+        before = one.running(step)
+        found.append(one.compute(scored([float(step), 9.0], step=step)))
+        assert one.running(step) == before  # of the step that was computed but not trained
+        assert one.compute(scored([float(step), 9.0], step=step)) == found[-1]
+    other = Advantages(**keys, running=4.75)
+    assert [other.compute(scored([float(step), 9.0], step=step)) for step in (2, 3)] == found[2:]
+
+
+def test_for_a_critic_the_shaped_rewards_of_the_turns_are_all_that_is_made() -> None:
+    import msgspec
+
+    long, single = trajectory([(1, 3, 1.0), (1, 6, 1.0)]), trajectory([(1, 5, 2.0)])
+    bare = msgspec.structs.replace(single, turn_ends=(), turn_rewards=())
+    keys: dict[str, Any] = {"overlong_limit": 10, "overlong_buffer": 4, "overlong_penalty": 2.0}
+    assert Advantages(advantage="gae", credit="token", **keys).compute(batch([long, bare])) == [
+        TurnRewards(ends=(4, 11), rewards=(1.0, 1.0 - 2.0 * 0.75)),
+        TurnRewards(ends=(6,), rewards=(2.0,)),
+    ]
 
 
 def test_turns_are_credited_with_what_follows_them() -> None:

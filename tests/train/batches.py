@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 
+from asyncrl.core.advantage import TurnRewards
 from asyncrl.core.types import Batch, Group, Task, Trajectory
 
 VOCABULARY = 64
@@ -46,3 +47,17 @@ def make_advantages(batch: Batch, seed: int) -> list[float]:
     """Normal, with every fourth exactly 0."""
     draw = random.Random(seed)
     return [0.0 if i % 4 == 3 else draw.gauss(0, 1) for i in range(len(batch.trajectories))]
+
+
+def make_rewards(batch: Batch, seed: int) -> list[TurnRewards]:
+    """Of turns that end where their generated tokens do, but for the last; every third has one without tokens too."""
+    draw = random.Random(seed)
+    made = []
+    for i, trajectory in enumerate(batch.trajectories):
+        mask = trajectory.loss_mask
+        ends = [t + 1 for t in range(len(mask) - 1) if mask[t] and not mask[t + 1]]
+        ends = [*ends[:-1], len(mask)]
+        if i % 3 == 0:
+            ends.insert(draw.randint(0, 1), ends[0])
+        made.append(TurnRewards(ends=tuple(ends), rewards=tuple(draw.gauss(0, 1) for _ in ends)))
+    return made

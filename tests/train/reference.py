@@ -153,3 +153,42 @@ def objective(name: str, c: Columns, new: Column, now: Column, o: Any) -> float:
             loss += o.kl_coef * KLS[o.kl](new[t] - c["reference"][t])
         total += c["weights"][t] * (loss - o.entropy_coef * c["entropy"][t])
     return float(total)
+
+
+# --- PPO's critic -----------------------------------------------------------------------------------------------------
+
+
+def estimate(
+    mask: Column, turns: list[tuple[int, float]], values: Column, penalties: Column, o: Any
+) -> tuple[Column, dict[int, float]]:
+    """GAE, summed out, of one trajectory of turns (end, reward): the advantage of each trained token, and the return of
+    each of those at which a value learns. ``values`` and ``penalties`` are of the trained tokens."""
+    trained = [int(t) for t in np.flatnonzero(mask)]
+    rewards = [-float(p) for p in penalties]
+    turn_of = []
+    for t in trained:
+        turn_of.append(next(i for i, (end, _) in enumerate(turns) if t < end))
+    for end, reward in turns:
+        before = [k for k, t in enumerate(trained) if t < end]
+        if before:
+            rewards[before[-1]] += reward
+    steps: list[list[int]] = []
+    for k in range(len(trained)):
+        if o.credit == "token" or k == 0 or turn_of[k] != turn_of[k - 1]:
+            steps.append([])
+        steps[-1].append(k)
+    r = [sum(rewards[k] for k in step) for step in steps]
+    v = [float(values[step[0]]) for step in steps] + [0.0]
+    advantages, targets = np.zeros(len(trained)), {}
+    for i, step in enumerate(steps):
+        a = sum((o.gamma * o.gae_lambda) ** (j - i) * (r[j] + o.gamma * v[j + 1] - v[j]) for j in range(i, len(steps)))
+        advantages[step] = a
+        targets[step[0]] = a + v[i]
+    return advantages, targets
+
+
+def value_loss(new: float, old: float, target: float, clip: float) -> float:
+    losses = [0.5 * (new - target) ** 2]
+    if clip:
+        losses.append(0.5 * (min(max(new, old - clip), old + clip) - target) ** 2)
+    return max(losses)

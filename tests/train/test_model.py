@@ -41,7 +41,8 @@ def packed(policy: model.Policy, rows: list[torch.Tensor]) -> tuple[torch.Tensor
     tokens = torch.cat(rows)
     inner = torch.cat([torch.tensor([True] * (len(row) - 1) + [False]) for row in rows])
     positions = inner.nonzero()[:, 0]
-    return policy(tokens, Layout([len(row) for row in rows], tokens.device), positions, tokens[positions + 1])
+    scores = policy(tokens, Layout([len(row) for row in rows], tokens.device), positions, tokens[positions + 1])
+    return scores.logprobs, scores.entropy
 
 
 @pytest.fixture

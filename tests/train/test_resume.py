@@ -23,15 +23,17 @@ from asyncrl.train import description
 from asyncrl.train.client import HttpTrainer
 from asyncrl.train.rank import Rank
 
-from .batches import make_advantages, make_batch
+from .batches import make_batch, make_rewards
 from .test_worker import ranks_of, saved
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
 RECIPE = Recipe(
     trainer=TrainerConfig(learning_rate=1e-3, warmup_steps=4, micro_batch_tokens=64, connect_timeout_s=200),
-    algorithm=AlgorithmConfig(mini_batches=2),
+    algorithm=AlgorithmConfig(mini_batches=2, advantage="gae", credit="token", critic="model"),
 )
+"""With a critic of its own: all that a checkpoint can hold."""
+
 BEFORE, AFTER = 2, 2
 """Steps before and after the checkpoint that all jobs resume from."""
 
@@ -48,7 +50,7 @@ def read(checkpoint: Path) -> dict[str, Tensor]:
 async def train(trainer: HttpTrainer, first: int, count: int) -> None:
     for step in range(first, first + count):
         batch = make_batch(step, seed=step)
-        await trainer.train_step(batch, make_advantages(batch, step))
+        await trainer.train_step(batch, make_rewards(batch, step))
 
 
 @asynccontextmanager
@@ -89,7 +91,8 @@ async def test_two_ranks_resumed_arrive_at_the_same_bits(
     again = await resumed(model_folder, tmp_path, 2, straight / f"version-{BEFORE}")
     expected, got = read(straight / again.name), read(again)
     assert got.keys() == expected.keys()
-    assert any(key.startswith("optimizer.exp_avg_sq.") for key in got)
+    assert any(key.startswith("optimizer.exp_avg_sq.model.") for key in got)
+    assert any(key.startswith("optimizer.exp_avg_sq.critic.lm.") for key in got)
     assert all(torch.equal(got[key], expected[key]) for key in expected)
     assert (again / "model.safetensors").read_bytes() == (straight / again.name / "model.safetensors").read_bytes()
 
