@@ -81,6 +81,25 @@ def _parser() -> argparse.ArgumentParser:
     _add_recipe(check)
     check.set_defaults(run=_check)
 
+    env = commands.add_parser("env", help="work on an environment")
+    env_check = env.add_subparsers(required=True, metavar="COMMAND").add_parser(
+        "check", help="play an environment or a reward function without a model, and say what is wrong with it"
+    )
+    env_check.add_argument("target", help="package.module:Class or file.py:Class, as env.target in a recipe")
+    env_check.add_argument("--kwargs", default="{}", metavar="JSON", help="as env.kwargs")
+    env_check.add_argument("--tasks", default="", metavar="FILE", help=".jsonl or .parquet rows")
+    env_check.add_argument(
+        "--actions",
+        type=Path,
+        metavar="FILE",
+        help="actions that it understands, one a line (or Class.example_actions)",
+    )
+    env_check.add_argument("--episodes", type=int, default=20, metavar="N")
+    env_check.add_argument("--max-turns", type=int, default=50, metavar="N")
+    env_check.add_argument("--timeout", type=float, default=60.0, metavar="S", help="of one call")
+    env_check.add_argument("--seed", type=int, default=0, metavar="S")
+    env_check.set_defaults(run=_env_check)
+
     report = commands.add_parser("report", help="draw the report page of a run again")
     report.add_argument("run_dir", type=Path)
     report.set_defaults(run=_report)
@@ -115,6 +134,33 @@ def _load(args: argparse.Namespace) -> Recipe:
 def _check(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     print(dumps(_load(args)).decode())
     return 0
+
+
+def _env_check(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from asyncrl.build.env_check import check, show
+
+    try:
+        kwargs = msgspec.json.decode(args.kwargs, type=dict)
+    except msgspec.DecodeError as error:
+        raise RecipeError(f"--kwargs {args.kwargs}: not a JSON object: {error}") from None
+    try:
+        actions = args.actions.read_text(encoding="utf-8").splitlines() if args.actions else []
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"--actions {args.actions}: cannot read it ({error})") from None
+    if min(args.episodes, args.max_turns, args.timeout) <= 0:
+        raise RecipeError("--episodes, --max-turns and --timeout must be more than 0")
+    report = check(
+        args.target,
+        kwargs=kwargs,
+        tasks=args.tasks,
+        actions=actions,
+        episodes=args.episodes,
+        max_turns=args.max_turns,
+        timeout_s=args.timeout,
+        seed=args.seed,
+    )
+    show(report, args.target)
+    return int(bool(report.findings))
 
 
 def _report(args: argparse.Namespace, arguments: Sequence[str]) -> int:

@@ -107,11 +107,13 @@ class Env:
     """Base class. Keyword arguments of ``__init__`` come from the recipe's ``env.kwargs``.
 
     ``reusable``: an object serves one episode after another, ``reset`` again without a ``close`` in between; it is
-    closed at the end of its life, or after an episode that failed or was cut short.
+    closed at the end of its life, or after an episode that failed or was cut short. ``deterministic``: the same task
+    and actions bring the same observations and rewards, which ``asyncrl env check`` then verifies.
     """
 
     cost: ClassVar[Cost] = Cost()
     reusable: ClassVar[bool] = False
+    deterministic: ClassVar[bool] = False
 
     async def reset(self, task: Task) -> Observation | str:
         """Begin an episode of ``task``; the first prompt."""
@@ -135,6 +137,7 @@ class SyncEnv:
 
     cost: ClassVar[Cost] = Cost()
     reusable: ClassVar[bool] = False
+    deterministic: ClassVar[bool] = False
 
     def reset(self, task: Task) -> Observation | str:
         """As ``Env.reset``."""
