@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -27,6 +28,7 @@ from asyncrl.train.work import StepRefused, Work, plan_work, step_lengths
 
 from . import reference
 from .batches import VOCABULARY, make_batch, make_rewards
+from .ranks import on_ranks
 from .test_checkpoint import assert_same, save, state
 
 pytestmark = pytest.mark.usefixtures("lone_rank")
@@ -307,6 +309,37 @@ def test_turns_that_do_not_fit_are_refused(turns: TurnRewards, says: str) -> Non
     request = train_request(batch, [*make_rewards(batch, 3)[:15], turns])
     with pytest.raises(StepRefused, match=f"sequence 15: .*{says}"):
         plan_work(request, ranks=1, vocabulary=64, hidden=32, trainer=TRAINER, algorithm=AlgorithmConfig(**GAE))
+
+
+def on_rank(folder: Path, critic: str) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Two steps of four updates on this rank's share: the last one's metrics, and the whole parameters."""
+    one = rank(folder, seed=None, critic=critic, mini_batches=2, epochs=2, kl_coef=0.1, kl_in="reward", value_clip=0.01)
+    for step in range(2):
+        batch = make_batch(step, seed=step)
+        works = plan_work(
+            train_request(batch, make_rewards(batch, step)),
+            ranks=dist.get_world_size(),
+            vocabulary=VOCABULARY,
+            hidden=32,
+            trainer=TRAINER,
+            algorithm=one.recipe.algorithm,
+        )
+        metrics = one.learner.step(works[dist.get_rank()])
+    return metrics, {name: t for name, t in state(one).items() if not name.startswith(("optimizer.", "random."))}
+
+
+@pytest.mark.parametrize("kind", ["value_head", "model"])
+def test_two_ranks_and_one_rank_arrive_at_the_same(model_folder: Path, kind: str) -> None:
+    (expected, weights), *others = (found for n in (1, 2) for found in on_ranks(n, on_rank, model_folder, kind))
+    assert len(others) == 2
+    assert 0 < expected["value_clip_fraction"] < 1
+    names = {"loss", "value_loss", "value_clip_fraction", "explained_variance", "return_std", "value_mean", "grad_norm"}
+    for metrics, found in others:
+        for name in names | {"advantage_mean", "advantage_std"}:
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+        assert found.keys() == weights.keys()
+        for name in weights:
+            torch.testing.assert_close(found[name], weights[name], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_every_step_has_its_weight_in_the_mean_over_all_ranks() -> None:

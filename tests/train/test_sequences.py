@@ -5,8 +5,11 @@ from __future__ import annotations
 from array import array
 
 import msgspec
+import pytest
 
+from asyncrl.core.advantage import TurnRewards
 from asyncrl.core.types import Batch, Group, Task, Trajectory
+from asyncrl.ports import TrainerError
 from asyncrl.train.client import train_request, train_sequences
 
 from .batches import make_batch
@@ -32,6 +35,15 @@ def segmented(id: int, *lengths: int) -> Trajectory:
         finish_reason="stop",
         segment_ends=ends if len(ends) > 1 else (),
     )
+
+
+def test_segments_are_refused_where_a_critic_is_to_judge_them() -> None:
+    one, several = segmented(0, 4), segmented(1, 4, 2)
+    rewards = TurnRewards(ends=(4,), rewards=(1.0,))
+    [sequence] = train_sequences(one, rewards)
+    assert (sequence.turn_ends, sequence.turn_rewards) == ((4,), (1.0,))
+    with pytest.raises(TrainerError, match=r'a trajectory has several segments; set rollout\.history = "keep"'):
+        train_sequences(several, rewards)
 
 
 def test_each_segment_is_a_sequence_with_its_part_of_every_column() -> None:
