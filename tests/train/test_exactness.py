@@ -1,4 +1,5 @@
-"""The loss and the gradient of a batch do not depend on how it was packed, or over how many ranks it was dealt out.
+"""The loss and the gradient of a batch do not depend on how it was packed, over how many ranks it was dealt out, or
+which of its sequences were trained before the others were there.
 
 The gradient is what is compared, to 1e-6 of its norm in float32, and not the weights after an update: AdamW's first
 step is the gradient's *sign*, so that where a gradient is as small as float32's rounding of it, two weights may end up
@@ -7,8 +8,9 @@ two learning rates apart whatever the trainer does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,7 +23,8 @@ from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.train import model
 from asyncrl.train.client import train_request
 from asyncrl.train.step import Learner
-from asyncrl.train.work import plan_work
+from asyncrl.train.work import plan_part, plan_work
+from asyncrl.wire import FeedReq
 
 from .batches import VOCABULARY, make_advantages, make_batch
 from .ranks import on_ranks
@@ -36,8 +39,11 @@ class Outcome(msgspec.Struct):
     gradients: dict[str, Tensor]
 
 
-def train(folder: Path, trainer: TrainerConfig, algorithm: AlgorithmConfig) -> Outcome:
-    """One update on this rank's share of a fixed batch: metrics, and the whole gradients that the optimiser got."""
+def train(
+    folder: Path, trainer: TrainerConfig, algorithm: AlgorithmConfig, parts: Sequence[Sequence[int]] = ()
+) -> Outcome:
+    """One update on this rank's share of a fixed batch: metrics, and the whole gradients that the optimiser got.
+    ``parts`` are groups of it that come first."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     policy = model.load(str(folder), 1.0)
     model.shard(policy, init_device_mesh("cpu", (ranks,)), torch.float32, trainer.activation_checkpointing)
@@ -53,7 +59,23 @@ def train(folder: Path, trainer: TrainerConfig, algorithm: AlgorithmConfig) -> O
     one.optimizer.register_step_pre_hook(keep)
     batch = make_batch(0, seed=11, groups=6)
     request = train_request(batch, make_advantages(batch, 11))
-    works = plan_work(request, ranks=ranks, vocabulary=VOCABULARY, hidden=32, trainer=trainer, algorithm=algorithm)
+    options: dict[str, Any] = {
+        "ranks": ranks,
+        "vocabulary": VOCABULARY,
+        "hidden": 32,
+        "trainer": trainer,
+        "algorithm": algorithm,
+    }
+    done: list[int] = []
+    for part in parts:
+        places = [4 * group + i for group in part for i in range(4)]
+        sequences = [request.sequences[i] for i in places]
+        feed = FeedReq(step=0, start=len(done), sequences=sequences)
+        dealt = plan_part(feed, sequences, first=not done, **options)
+        assert dealt is not None
+        one.begin(dealt[rank])
+        done += places
+    works = plan_work(request, done=done, **options)
     return Outcome(one.step(works[rank]), gradients)
 
 
@@ -83,6 +105,16 @@ def test_loss_and_gradient_are_the_same_on_any_number_of_ranks_and_for_any_micro
     trainer = msgspec.structs.replace(TRAINER, micro_batch_tokens=tokens)
     outcomes = on_ranks(ranks, train, model_folder, trainer, ALGORITHM)
     for outcome in outcomes:
+        same(outcome, whole)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("parts", [[[5], [0, 3]], [[4, 2, 0, 1, 3, 5]]])
+def test_loss_and_gradient_are_the_same_whatever_is_trained_first(
+    model_folder: Path, whole: Outcome, ranks: int, parts: list[list[int]]
+) -> None:
+    trainer = msgspec.structs.replace(TRAINER, micro_batch_tokens=20)
+    for outcome in on_ranks(ranks, train, model_folder, trainer, ALGORITHM, parts):
         same(outcome, whole)
 
 
