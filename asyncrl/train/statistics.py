@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,20 @@ from torch import Tensor
 
 from asyncrl.train.loss import KLS, PerToken, Tokens
 
-SUMS = ("tokens", "ratio", "low", "high", "capped", "rejected", "kl", "gap", "entropy", "referred", "reference_kl")
+SUMS = (
+    "tokens",
+    "ratio",
+    "low",
+    "high",
+    "capped",
+    "rejected",
+    "kl",
+    "gap",
+    "entropy",
+    "referred",
+    "reference_kl",
+    "staleness",
+)
 MAXIMA = ("ratio", "gap")
 STALENESS_BINS = 9
 """Ratios and gaps are told apart for tokens of staleness 0, 1, …, 7, and 8 or more."""
@@ -43,7 +57,7 @@ def measure(tokens: Tokens, per_token: PerToken, rejected: Tensor, cap: float) -
     if tokens.reference is not None:
         referred, reference_kl = one, KLS["k3"]((tokens.logprobs - tokens.reference).double())
     clips = (per_token.low, per_token.high, ratio > cap)
-    columns = (one, ratio, *clips, rejected, kl, gap, tokens.entropy, referred, reference_kl)
+    columns = (one, ratio, *clips, rejected, kl, gap, tokens.entropy, referred, reference_kl, tokens.staleness)
     totals = torch.stack([column.double() for column in columns]).sum(-1)
     bins = torch.arange(STALENESS_BINS, device=ratio.device)
     member = (tokens.staleness.clamp(0, STALENESS_BINS - 1) == bins[:, None]).double()
@@ -52,8 +66,18 @@ def measure(tokens: Tokens, per_token: PerToken, rejected: Tensor, cap: float) -
     return torch.cat([totals, by_staleness.flatten()]).cpu(), largest.cpu()
 
 
-def summarise(sums: Tensor, maxima: Tensor) -> dict[str, float]:
-    """A step's metrics: means over trained tokens. ``…_staleness_N`` only where there were such tokens."""
+def summarise(updates: Sequence[Tensor], maxima: Tensor) -> dict[str, float]:
+    """A step's metrics: means over trained tokens, from the sums of each of its ``updates``, in order.
+
+    ``…_staleness_N`` are of tokens that were sampled N versions before the one that the step trains, only where there
+    were such. But a policy moves with every update: of k updates to a step, the u-th (from 0) is made by a policy that
+    is u/k of the way to the next version. So ``token_staleness`` counts a token as (versions between) + u/k each time
+    it is trained, and ``token_staleness_updates``, k times that, is the number of optimiser updates that lie between
+    the policy that sampled it and the one that is updated: what the staleness paper counts ("policy updates between
+    when a rollout begins generating and when it is trained on") where every update is a version. With several updates
+    ``kl_update_U`` and ``clip_fraction_update_U`` show how far each is from the data.
+    """
+    sums = torch.stack([*updates]).sum(0)
     total = dict(zip(SUMS, sums.tolist(), strict=False))
     tokens = max(1.0, total["tokens"])
     metrics = {
@@ -72,6 +96,14 @@ def summarise(sums: Tensor, maxima: Tensor) -> dict[str, float]:
     }
     if total["referred"]:
         metrics["reference_kl"] = total["reference_kl"] / total["referred"]
+    count = len(updates)
+    ahead = math.fsum(u / count * float(part[0]) for u, part in enumerate(updates))
+    metrics["token_staleness"] = (total["staleness"] + ahead) / tokens
+    metrics["token_staleness_updates"] = count * metrics["token_staleness"]
+    for u, part in enumerate(updates if count > 1 else ()):
+        of = dict(zip(SUMS, part.tolist(), strict=False))
+        metrics[f"kl_update_{u}"] = of["kl"] / max(1.0, of["tokens"])
+        metrics[f"clip_fraction_update_{u}"] = (of["low"] + of["high"]) / max(1.0, of["tokens"])
     counts, kls, gaps = sums[len(SUMS) :].view(len(_BY_STALENESS), STALENESS_BINS).tolist()
     for age, count in enumerate(counts):
         if count:

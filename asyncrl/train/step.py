@@ -1,7 +1,8 @@
 """One train step on one rank: forward and backward passes over its work, and the optimiser's updates.
 
 Collective: every rank runs the same passes in the same order. Of one batch, each mini-batch is one update, gone through
-``epochs`` times; all updates together take the weights from version n to n + 1, and staleness is counted in versions.
+``epochs`` times; all updates together take the weights from version n to n + 1. A loss sees staleness in versions; what
+is reported counts the updates within a step too (``statistics.summarise``).
 
 Streaming: what is certain of the first mini-batch may be gone through before the rest of it is there (``begin``). The
 gradient of a mean is the gradient of the sum divided by what the mean is over, which is known in the end; so parts add
@@ -195,7 +196,7 @@ class Learner:
         rate = self.learning_rate
         for group in self.optimizer.param_groups:
             group["lr"] = group["full_lr"] * self._warmth
-        sums, maxima = statistics.empty()
+        maxima = statistics.empty()[1]
         outcomes: list[Outcome] = []
         for _ in range(self._algorithm.epochs):
             for update in updates:
@@ -210,12 +211,12 @@ class Learner:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 seconds.optimizer += time.perf_counter() - began
-                sums, maxima = sums + outcome.sums, torch.maximum(maxima, outcome.maxima)
+                maxima = torch.maximum(maxima, outcome.maxima)
                 outcomes.append(outcome)
             updates[0] = begun.batches + updates[0]
             begun.batches = []
         self.version += 1
-        metrics |= statistics.summarise(sums, maxima)
+        metrics |= statistics.summarise([o.sums for o in outcomes], maxima)
         if self._algorithm.uses_critic:
             metrics["value_loss"] = math.fsum(o.value_loss for o in outcomes) / count
             metrics["value_clip_fraction"] = math.fsum(o.value_clipped for o in outcomes) / count

@@ -29,7 +29,7 @@ def long_training(stream: bool, bound: float = 0, **tables: Any) -> Recipe:
     """Training takes about as long as the rollout, whose lengths have a long tail."""
     return recipe(
         staleness={"bound": bound},
-        trainer={"stream": stream, "micro_batch_tokens": 1},
+        trainer={"stream": stream, "micro_batch_tokens": 1, "restarts": 0},
         rollout={"batch_groups": 6, "num_envs": 12},
         run={"steps": 6},
         sim={"trainer": {"fixed_s": 0.1, "tokens_per_s": 600, "gpus": 1}},
@@ -89,14 +89,14 @@ def test_a_trainer_that_dies_in_a_part_ends_the_run_and_its_groups_are_aborted()
 
         async def feed(part: Any, advantages: Any) -> bool:
             if part.step == 1:
-                simulation.trainer.crash_at(1)
+                simulation.trainer.crash()
             return await fed(part, advantages)
 
         simulation.trainer.feed = feed  # type: ignore[method-assign]
 
     with pytest.raises(ExceptionGroup) as caught:
         run(started(long_training(True), simulations, sabotage), limit=1e6)
-    assert caught.group_contains(TrainerError, match="died in step 1")
+    assert caught.group_contains(TrainerError, match="it died at version 1")
     counts = simulations[0].run.buffer.ledger.counts()
     assert counts["consumed"] == 6 * 2, "only what step 0 trained"
     assert counts["aborted"] > 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from asyncrl.train.loss import PerToken, Tokens
-from asyncrl.train.statistics import STALENESS_BINS, empty, measure, summarise
+from asyncrl.train.statistics import STALENESS_BINS, SUMS, empty, measure, summarise
 
 RATIOS = [1.0, 2.0, 0.5, 8.0]
 
@@ -38,7 +38,7 @@ def metrics(reference: bool = True) -> dict[str, float]:
         rejected = torch.tensor([False, False, False, True])[part]
         sums, maxima = measure(tokens, per_token, rejected, 5.0)
         total, largest = total + sums, torch.maximum(largest, maxima)
-    return summarise(total, largest)
+    return summarise([total], largest)
 
 
 def test_means_shares_and_extremes_by_hand() -> None:
@@ -67,8 +67,27 @@ def test_means_shares_and_extremes_by_hand() -> None:
         f"tokens_staleness_{STALENESS_BINS - 1}": 1,  # and all that is older
         f"kl_staleness_{STALENESS_BINS - 1}": kl[3],
         f"engine_gap_staleness_{STALENESS_BINS - 1}": math.log(8),
+        "token_staleness": (2 + 30) / 4,
+        "token_staleness_updates": (2 + 30) / 4,
     }
     assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_each_update_of_a_step_is_that_much_nearer_to_the_next_version() -> None:
+    """Four updates: tokens of staleness 1, trained by the second and the last of them, are 1¼ and 1¾ versions old."""
+    none, maxima = empty()
+
+    def update(tokens: int, kl: float, low: int) -> torch.Tensor:
+        sums = none.clone()
+        for name, value in (("tokens", tokens), ("staleness", tokens), ("kl", kl), ("low", low), ("high", 1)):
+            sums[SUMS.index(name)] = value
+        return sums
+
+    found = summarise([none, update(2, 0.5, 0), none, update(4, 3.0, 1)], maxima)
+    assert found["token_staleness"] == pytest.approx((2 * 1.25 + 4 * 1.75) / 6)
+    assert found["token_staleness_updates"] == pytest.approx(4 * found["token_staleness"])
+    assert [found[f"kl_update_{u}"] for u in range(4)] == [0, 0.25, 0, 0.75]
+    assert [found[f"clip_fraction_update_{u}"] for u in range(4)] == [0, 0.5, 0, 0.5]
 
 
 def test_without_a_reference_nothing_is_said_of_it() -> None:
@@ -93,4 +112,4 @@ def test_an_absurd_ratio_stays_finite() -> None:
 
 
 def test_no_tokens_are_no_division_by_zero() -> None:
-    assert set(summarise(*empty()).values()) == {0.0}
+    assert set(summarise([empty()[0]], empty()[1]).values()) == {0.0}

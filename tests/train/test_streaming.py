@@ -45,6 +45,7 @@ class Job:
         self.learner = Learner(policy(), config, algorithm, torch.device("cpu"), group, reference=reference)
         rank = SimpleNamespace(
             learner=self.learner,
+            train=self.learner.step,
             recipe=Recipe(trainer=config, algorithm=algorithm),
             vocabulary=VOCABULARY,
             hidden=32,

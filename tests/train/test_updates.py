@@ -93,6 +93,10 @@ def test_packing_does_not_change_a_step(model_folder: Path, lone_rank: dist.Proc
     (first, expected), (metrics, weights) = results
     assert 0 < first["rejected_fraction"] < 1
     assert first["reference_kl"] > 0
+    trained = [sum(t.generated for t in half) for half in (batch.trajectories[:8], batch.trajectories[8:])]
+    progress = sum(u / 4 * trained[u % 2] for u in range(4)) / (2 * sum(trained))
+    assert first["token_staleness"] == pytest.approx(progress)
+    assert {f"kl_update_{u}" for u in range(4)} < first.keys()
     assert metrics["micro_batches"] < first["micro_batches"]
     for key in first.keys() - {"micro_batches"}:
         if not key.endswith("seconds"):
