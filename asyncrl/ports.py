@@ -125,9 +125,16 @@ class Engine(Protocol):
         """Join the process group over which the trainer broadcasts weights. Blocks until all have joined."""
 
     async def load_from_group(
-        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str, version: int
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group: str,
+        version: int,
+        checksums: Sequence[int] = (),
     ) -> None:
-        """Receive a weight set that rank 0 broadcasts at the same time. Call while paused."""
+        """Receive a weight set that rank 0 broadcasts at the same time. Call while paused. ``checksums``, if any, are
+        those of the tensors, for a server that can compare."""
 
     async def health(self) -> bool:
         """True if the server answers within a short deadline. Never raises for an unhealthy server."""

@@ -131,7 +131,8 @@ class InitGroupReq(msgspec.Struct, kw_only=True):
 class UpdateFromDistributedReq(msgspec.Struct, kw_only=True, omit_defaults=True):
     """POST /update_weights_from_distributed: receive these tensors, broadcast by rank 0 in this order.
 
-    ``load_format`` ``flattened_bucket`` means one broadcast of all tensors as one uint8 vector.
+    ``load_format`` ``flattened_bucket`` means one broadcast of all tensors as one uint8 vector. ``checksums``, of each
+    tensor, only the embedded server knows, and compares.
     """
 
     names: list[str]
@@ -141,6 +142,7 @@ class UpdateFromDistributedReq(msgspec.Struct, kw_only=True, omit_defaults=True)
     weight_version: str | None = None
     flush_cache: bool = True
     load_format: str | None = None
+    checksums: list[int] | None = None
 
 
 class StatusReply(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -228,11 +230,13 @@ class FeedReq(msgspec.Struct, kw_only=True, frozen=True):
 class TrainReply(msgspec.Struct, kw_only=True, frozen=True):
     """Metrics of one step (``loss``, ``grad_norm``, ``lr``, ``tokens``, ``ratio_mean`` …), and the version reached.
     Also the answer to /feed, /publish, /join_group, /save, /saved and /shutdown. With ``error`` set, nothing has
-    changed. ``checksum`` is that of the weights that the last step made (``ports.StepResult``)."""
+    changed. ``checksum`` is that of the weights that the last step made (``ports.StepResult``), ``checksums`` are those
+    of the staged tensors, as in ``TrainerInfo``."""
 
     version: int
     metrics: dict[str, float]
     checksum: int = 0
+    checksums: list[int] = []
     error: str | None = None
 
 
@@ -265,7 +269,8 @@ class SaveReq(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class TrainerInfo(msgspec.Struct, kw_only=True, frozen=True):
-    """GET /health of the trainer: ready once it answers. ``checksum`` is that of its last step, 0 before the first."""
+    """GET /health of the trainer: ready once it answers. ``checksum`` is that of its last step, 0 before the first;
+    ``checksums`` those of the staged tensors, if any, in the order of ``names``."""
 
     version: int
     checksum: int = 0
@@ -275,3 +280,4 @@ class TrainerInfo(msgspec.Struct, kw_only=True, frozen=True):
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
+    checksums: list[int] = []

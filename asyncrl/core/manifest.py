@@ -36,7 +36,7 @@ class TensorInfo(Record, frozen=True, kw_only=True):
 
 
 class Manifest(Record, frozen=True, kw_only=True):
-    """A weight set. ``checksums`` (file name → CRC-32 of its bytes) is filled for sets that lie on a disk."""
+    """A weight set. ``checksums`` (name of the tensor → ``asyncrl.checksum``) is filled for sets that lie on a disk."""
 
     version: int
     tensors: tuple[TensorInfo, ...]

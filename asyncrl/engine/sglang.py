@@ -405,7 +405,13 @@ class SGLangEngine:
         )
 
     async def load_from_group(
-        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str, version: int
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group: str,
+        version: int,
+        checksums: Sequence[int] = (),
     ) -> None:
         await self._update("begin_weight_update")
         try:
@@ -421,6 +427,7 @@ class SGLangEngine:
                         group_name=group,
                         weight_version=str(version) if last else None,
                         flush_cache=last,
+                        checksums=list(checksums[start:end]) if checksums and self._config.kind == "embedded" else None,
                     ),
                 )
         except BaseException:

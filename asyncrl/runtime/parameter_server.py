@@ -45,6 +45,8 @@ class ParameterServer:
         self._lock = asyncio.Lock()
         self._connected: list[str] = []
         """Names of the servers that the transport's channel was made for."""
+        self._unsure: set[str] = set()
+        """Names of the servers that began to load weights and did not end it: they may hold some of two versions."""
 
     @property
     def version(self) -> int:
@@ -73,6 +75,10 @@ class ParameterServer:
             try:
                 updated = await self._deliver(paused, version)
             except TrainerDied:
+                for instance in paused:
+                    if instance.name in self._unsure:
+                        died = EngineError(f"{instance.name}: the trainer died while it sent version {version}")
+                        self._proxy.mark_down(instance, died)
                 await self._proxy.resume()
                 raise
             for instance in updated:
@@ -107,12 +113,13 @@ class ParameterServer:
             try:
                 info = await instance.engine.connect()
                 await instance.engine.pause()
-                if info.version != self._version:
+                if info.version != self._version or instance.name in self._unsure:
                     version, up = self._prepared, [i for i in self._proxy.instances if i.up]
-                    if version < self._announced or (up and version > self._version):
+                    staged = self._trainer.up and version == self._announced
+                    if not staged or (up and version > self._version):
                         return  # it is probed again
                     await self._connect([*up, instance])
-                    await self._transport.deliver([instance.engine], version)
+                    await self._load([instance], version)
                     self._version = version
                 await instance.engine.resume()
             except (EngineError, TrainerDied):
@@ -126,19 +133,27 @@ class ParameterServer:
         while instances:
             try:
                 await self._connect(instances)
-                await self._transport.deliver([i.engine for i in instances], version)
+                await self._load(instances, version)
                 return instances
-            except EngineError as error:
+            except EngineError as failure:
+                error = failure
                 for instance in instances:
                     if not await instance.engine.health():
                         self._proxy.mark_down(instance, error)
             alive = [i for i in instances if i.up]
             if len(alive) == len(instances):  # none is dead, so trying again would only loop
                 for instance in alive:
-                    self._proxy.mark_down(instance, EngineError(f"{instance.name}: did not load version {version}"))
+                    why = EngineError(f"{instance.name}: did not load version {version} ({error})")
+                    self._proxy.mark_down(instance, why)
                 return []
             instances = alive
         return []
+
+    async def _load(self, instances: list[Instance], version: int) -> None:
+        names = {instance.name for instance in instances}
+        self._unsure |= names
+        await self._transport.deliver([instance.engine for instance in instances], version)
+        self._unsure -= names
 
     async def _connect(self, instances: list[Instance]) -> None:
         names = sorted(i.name for i in instances)

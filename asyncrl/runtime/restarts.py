@@ -82,6 +82,11 @@ class RestartingTrainer:
         self.restage: Callable[[int], Awaitable[None]] = _nothing
         """Called each time that a new job has reached a version: what servers still need of it was lost too."""
 
+    @property
+    def up(self) -> bool:
+        """False from the moment that a death is noticed until the new job has all that the old one had."""
+        return self._died is None
+
     async def connect(self) -> int:
         self._version = await self._job.connect()
         return self._version

@@ -21,6 +21,8 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
+from asyncrl.checksum import checksum
+from asyncrl.core.manifest import FILE_NAME, Manifest, ManifestError, loads
 from asyncrl.serve.model import Model, Parameter
 from asyncrl.serve.spec import ModelSpec, ServeError
 from asyncrl.wire import InitGroupReq, UpdateFromDistributedReq
@@ -74,10 +76,29 @@ def read_folder(folder: Path, parameters: Parameters) -> dict[str, torch.Tensor]
                     shapes[name] = source.get_slice(name).get_shape()
                     if name in parameters and tuple(shapes[name]) == parameters[name].shape:
                         tensors[name] = source.get_tensor(name)
+        manifest = _manifest(folder)
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise ServeError(f"{folder}: cannot read the weights: {error}") from None
     check(parameters, shapes, complete=True)
+    if manifest is not None:
+        verify(tensors, manifest.checksums, f"{folder}, version {manifest.version}")
     return tensors
+
+
+def verify(tensors: Tensors, checksums: Mapping[str, int], what: str) -> None:
+    """Compare tensors with the checksums that the trainer sent along. Raises ``ServeError``."""
+    for name, tensor in tensors.items():
+        if (expected := checksums.get(name)) is not None and (found := checksum(tensor)) != expected:
+            raise ServeError(f"{what}: tensor {name} is corrupt (checksum {found:x}, was {expected:x}); send it again")
+
+
+def _manifest(folder: Path) -> Manifest | None:
+    """What the trainer says of a folder that it wrote; other folders have none. Raises ``ValueError``."""
+    file = folder / FILE_NAME
+    try:
+        return loads(file.read_bytes()) if file.exists() else None
+    except ManifestError as error:
+        raise ValueError(str(error)) from None
 
 
 def _files(folder: Path) -> dict[Path, list[str]]:
@@ -142,8 +163,10 @@ class UpdateGroups:
         """The tensors that rank 0 broadcasts, in fresh memory. Raises ``ServeError``; mismatches before receiving."""
         group = self._group(request.group_name)
         count = len(request.names)
-        if not (len(request.dtypes) == len(request.shapes) == count) or len(set(request.names)) != count:
-            raise ServeError("names, dtypes and shapes must have one entry a tensor, and names must differ")
+        sums = request.checksums
+        lengths = {count, len(request.dtypes), len(request.shapes), count if sums is None else len(sums)}
+        if len(lengths) > 1 or len(set(request.names)) != count:
+            raise ServeError("names, dtypes, shapes and checksums must have one entry a tensor, and names must differ")
         if request.load_format not in (None, "flattened_bucket"):
             raise ServeError(f"load_format {request.load_format!r} is not known; use flattened_bucket, or leave it out")
         dtypes = [_dtype(name) for name in request.dtypes]
@@ -163,6 +186,9 @@ class UpdateGroups:
                 # A copy each: a slice may start where the dtype's alignment does not allow a view.
                 parts = (part.clone() for part in torch.split(bucket, sizes))
                 tensors = {n: part.view(t).view(shape) for (n, t, shape), part in zip(kinds, parts, strict=True)}
+        if sums is not None:
+            sent = dict(zip(request.names, sums, strict=True))
+            verify(tensors, sent, f"group {request.group_name}, version {request.weight_version}")
         return {name: tensor for name, tensor in tensors.items() if name in taken}
 
     def leave(self, name: str) -> None:

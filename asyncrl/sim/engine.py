@@ -196,7 +196,13 @@ class SimEngine:
         await self._reach("/init_weights_update_group")
 
     async def load_from_group(
-        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str, version: int
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group: str,
+        version: int,
+        checksums: Sequence[int] = (),
     ) -> None:
         await self.load_from_disk(group, version)
 

@@ -134,7 +134,8 @@ class HttpTrainer:
 
     async def publish(self, version: int, transport: str, path: str = "") -> None:
         """One part of moving weights, see ``wire.PublishReq``. Raises ``TrainerError``."""
-        await self._command("publish", PublishReq(version=version, transport=transport, path=path))
+        reply = await self._command("publish", PublishReq(version=version, transport=transport, path=path))
+        self._info = msgspec.structs.replace(self.info, checksums=reply.checksums)
 
     async def join_group(self, address: str, port: int, world_size: int, group: str, backend: str) -> None:
         """Become rank 0 of an update group; returns when the servers have joined it too. Raises ``TrainerError``."""

@@ -18,6 +18,7 @@ import msgspec
 from safetensors.torch import save_file
 from torch import Tensor
 
+from asyncrl.checksum import checksum
 from asyncrl.core import manifest as manifests
 from asyncrl.core.manifest import Manifest
 
@@ -59,11 +60,11 @@ class FolderWriter:
 
     def write(self, bucket: dict[str, Tensor]) -> None:
         """One file. Raises ``OSError`` or ``SafetensorError``, on a full disk for instance."""
-        number = len(self._checksums) + 1
+        number = len(set(self._files.values())) + 1
         name = "model.safetensors" if self._count == 1 else f"model-{number:05}-of-{self._count:05}.safetensors"
+        self._checksums |= {key: checksum(tensor) for key, tensor in bucket.items()}
         save_file({key: tensor.cpu() for key, tensor in bucket.items()}, self._folder / name, metadata={"format": "pt"})
         self._files.update(dict.fromkeys(bucket, name))
-        self._checksums[name] = crc32(self._folder / name)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:

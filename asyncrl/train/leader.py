@@ -17,6 +17,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
+from asyncrl.checksum import checksum
 from asyncrl.train import model
 from asyncrl.train.checkpoint import WriteFailed
 from asyncrl.train.description import PREFIX, STATE
@@ -49,6 +50,8 @@ class Leader:
         self._run_dir = run_dir
         self._fed = Fed()
         self._staged: tuple[int, dict[str, Tensor]] = (-1, {})
+        self._checksums: list[int] = []
+        """Of the staged tensors."""
         self._group: UpdateGroup | None = None
         self._checkpoint = Path()
         """The one that was begun last."""
@@ -64,6 +67,7 @@ class Leader:
             names=[t.name for t in tensors],
             dtypes=[t.dtype for t in tensors],
             shapes=[list(t.shape) for t in tensors],
+            checksums=self._checksums,
         )
 
     # --- main thread
@@ -241,6 +245,7 @@ class Leader:
             for name, tensor in bucket.items():
                 staged[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin).copy_(tensor)
         self._staged = (version, staged)
+        self._checksums = [checksum(staged[t.name]) for t in self._rank.weights.tensors]
 
     # --- sender thread
 

@@ -147,7 +147,9 @@ class Server:
         except Refused as refusal:
             error = str(refusal)
         info = self._commands.info()
-        return TrainReply(version=info.version, metrics=metrics, checksum=info.checksum, error=error)
+        return TrainReply(
+            version=info.version, metrics=metrics, checksum=info.checksum, checksums=info.checksums, error=error
+        )
 
 
 async def _body(request: web.Request, kind: type[Any]) -> Any:

@@ -66,7 +66,10 @@ class CollectiveTransport:
         info = self._trainer.info
         await self._together(
             self._trainer.publish(version, "collective"),
-            [e.load_from_group(info.names, info.dtypes, info.shapes, self._group, version) for e in engines],
+            [
+                e.load_from_group(info.names, info.dtypes, info.shapes, self._group, version, info.checksums)
+                for e in engines
+            ],
         )
         self._members = names
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from asyncrl.checksum import checksum
+from asyncrl.core.manifest import FILE_NAME, Manifest, dumps
 from asyncrl.serve import weights as weights_module
 
 from .harness import Client, logprobs, make_model, prompt, reference, save, serving
@@ -280,6 +283,44 @@ async def test_weights_arrive_over_a_gloo_group(
     await check_serves(client, type(third).from_pretrained(saved, dtype=torch.float32))
 
 
+async def test_what_the_trainer_sent_along_is_compared_and_a_corrupt_broadcast_changes_nothing(
+    client: Client, model: Any, other_model: Any, other_folder: Path
+) -> None:
+    tensors = load_file(other_folder / "model.safetensors")
+    sums = [checksum(tensor) for tensor in tensors.values()]
+    for wrong in (True, False):
+        async with trainer(client, other_folder, "each") as peer:
+            await client.post("/begin_weight_update")
+            await peer.go()
+            body = manifest(other_folder, weight_version="4", checksums=[sums[0] ^ wrong, *sums[1:]])
+            reply = await client.post("/update_weights_from_distributed", body, 400 if wrong else 200)
+            await client.post("/end_weight_update")
+            if wrong:
+                assert f"version 4: tensor {next(iter(tensors))} is corrupt (checksum {sums[0]:x}" in reply["message"]
+            await check_serves(client, model if wrong else other_model)
+            await client.post("/destroy_weights_update_group", {"group_name": "g1"})
+
+
+async def test_a_corrupt_tensor_of_a_folder_is_named_and_the_old_weights_stay(
+    client: Client, model: Any, other_model: Any, other_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "v4"
+    shutil.copytree(other_folder, folder)
+    tensors = load_file(folder / "model.safetensors")
+    listed = Manifest(version=4, tensors=(), checksums={name: checksum(tensor) for name, tensor in tensors.items()})
+    (folder / FILE_NAME).write_bytes(dumps(listed))
+    await update(client, folder, "4")
+    await check_serves(client, other_model)
+    name = sorted(tensors)[3]
+    tensors[name].view(torch.uint8).view(-1)[5] ^= 16
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    reply = await update(client, folder, "5", 400)
+    assert f"{folder}, version 4: tensor {name} is corrupt (checksum " in reply["message"]
+    await check_serves(client, other_model)
+    (folder / FILE_NAME).write_text("{}")
+    assert "not a weight manifest" in (await update(client, folder, "5", 400))["message"]
+
+
 async def test_a_broadcast_that_does_not_fit_is_refused_before_it_starts(
     client: Client, model: Any, folder: Path
 ) -> None:
@@ -291,6 +332,7 @@ async def test_a_broadcast_that_does_not_fit_is_refused_before_it_starts(
             ({"shapes": [[1], *good["shapes"][1:]]}, "has shape [1]"),
             ({"dtypes": ["int8", *good["dtypes"][1:]]}, "dtype 'int8'"),
             ({"dtypes": good["dtypes"][1:]}, "one entry a tensor"),
+            ({"checksums": [1]}, "one entry a tensor"),
             ({"load_format": "zip"}, "load_format 'zip'"),
             ({"group_name": "g2"}, "no group 'g2'"),
         ):

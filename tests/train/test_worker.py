@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-import zlib
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 from transformers import AutoModelForCausalLM
 
+from asyncrl.checksum import checksum
 from asyncrl.config import AlgorithmConfig, Recipe, TrainerConfig, WeightsConfig
 from asyncrl.core import manifest as manifests
 from asyncrl.ports import CheckpointFailed, TrainerError
@@ -194,7 +194,9 @@ async def test_disk_publishes_what_servers_load_and_keeps_two_versions(trainer: 
     assert {t.name: (t.shape, t.dtype) for t in listed.tensors} == {
         name: (tuple(t.shape), "float32") for name, t in weights.items()
     }
-    assert listed.checksums == {"model.safetensors": zlib.crc32((path / "model.safetensors").read_bytes())}
+    assert listed.checksums == {
+        name: checksum(tensor) for name, tensor in load_file(path / "model.safetensors").items()
+    }
     with pytest.raises(TrainerError, match=f"version 7 cannot be published: the weights are version {STEPS}"):
         await trainer.publish(7, "disk", str(tmp_path / "v7"))
 

@@ -75,7 +75,13 @@ class PlayedServer:
         self.group, self.rank = group, rank
 
     async def load_from_group(
-        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str, version: int
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group: str,
+        version: int,
+        checksums: Sequence[int] = (),
     ) -> None:
         assert group == self.group, "a server was asked to receive from a group that it is not in"
         await self._meet()
