@@ -163,6 +163,7 @@ class Ids:
     """A tokenizer for a prompt that is given; decoding text is the user's wish and is not counted."""
 
     eos_ids = (1,)
+    chat_template = ""
 
     def encode(self, text: str) -> list[int]:
         return PROMPT
@@ -170,7 +171,12 @@ class Ids:
     def decode(self, ids: Sequence[int]) -> str:
         return ""
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         return ""
 
 

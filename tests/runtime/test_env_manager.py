@@ -140,7 +140,7 @@ class Caller(SimTokenizer):
 
 def test_tools_go_to_the_template_and_calls_come_back() -> None:
     [episode] = run(play(WithTools, tokenizer=Caller()))
-    assert bytes(episode.turns[0].prompt_ids) == b"<tool>look\x00<user>go\x00<assistant>"
+    assert bytes(list(episode.turns[0].prompt_ids)) == b"<tool>look\x00<user>go\x00<assistant>"
     assert episode.reward == 1
 
 
