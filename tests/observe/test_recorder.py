@@ -201,6 +201,7 @@ def test_a_trajectory_line_gives_the_columns_back():
         "turn_ends": [],
         "turn_rewards": [],
         "turn_seconds": [],
+        "segment_ends": [],
         "reset_s": 0.0,
     }
 
