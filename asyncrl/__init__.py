@@ -5,14 +5,31 @@ What a user imports. General layout, bottom to top (DESIGN in README.md): ``core
 ``weights``, ``sim``, ``envs`` and ``observe`` are worlds and adapters; ``build`` wires them; ``cli`` starts them.
 """
 
-from asyncrl.env import Action, Cost, Env, EnvDown, Observation, Response, Step, SyncEnv, Task, ToolCall
+from asyncrl.env import (
+    Action,
+    Agent,
+    Cost,
+    Env,
+    EnvDown,
+    EpisodeOver,
+    Observation,
+    Reply,
+    Response,
+    Step,
+    SyncEnv,
+    Task,
+    ToolCall,
+)
 
 __all__ = [
     "Action",
+    "Agent",
     "Cost",
     "Env",
     "EnvDown",
+    "EpisodeOver",
     "Observation",
+    "Reply",
     "Response",
     "Step",
     "SyncEnv",

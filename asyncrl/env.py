@@ -14,22 +14,32 @@ the runtime's; whatever a method raises becomes a failed trajectory with that re
 the machine's fault and not the task's (a sandbox that did not start, a service that is down) is raised as ``EnvDown``.
 
 An engine that blocks is a ``SyncEnv``: the same three methods as plain functions, played in worker processes.
+
+A program that drives the model itself is one coroutine function, whose second parameter is called ``agent``:
+
+    async def rollout(task, agent):
+        messages = [{"role": "user", "content": task.data["question"]}]
+        reply = await agent.chat(messages)
+        return float(task.data["answer"] in reply.text)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from asyncrl.core.types import Record, Task
 
 __all__ = [
     "Action",
+    "Agent",
     "Cost",
     "Env",
     "EnvDown",
+    "EpisodeOver",
     "Message",
     "Observation",
+    "Reply",
     "Response",
     "Step",
     "SyncEnv",
@@ -150,3 +160,56 @@ class SyncEnv:
     def close(self) -> None:
         """As ``Env.close``. Not called where the process was killed: what outlives a process (a container, a remote
         session) needs a limit of its own."""
+
+
+class EpisodeOver(Exception):
+    """Raised to an agent program that asks for more than its episode may have. Left alone, it ends the episode with the
+    rewards so far."""
+
+
+class Reply(Record, frozen=True, kw_only=True):
+    """What the model said: the whole ``text``, the ``tool_calls`` in it, and ``message``, which is to be appended to the
+    messages. ``finish_reason`` as in ``Action``; ``logprobs`` belong to ``token_ids``."""
+
+    text: str
+    message: Message
+    tool_calls: Sequence[ToolCall] = ()
+    finish_reason: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    prompt_tokens: int = 0
+
+
+class Agent(Protocol):
+    """The model, as a rollout function has it for one episode.
+
+    Requests may run side by side. One whose messages go on from an earlier request and its reply extends that token
+    sequence; any other begins a new segment of the trajectory. All that was generated is trained with the episode's
+    reward; the sampling temperature is the recipe's.
+    """
+
+    base_url: str
+    """Of an OpenAI-compatible endpoint for this episode, with ``api_key``: the same model for programs in any language.
+    Both are empty in simulation."""
+    api_key: str
+    metrics: dict[str, float]
+    """Logged when the episode has ended."""
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Reply:
+        """The reply to chat messages. Raises ``EpisodeOver`` at ``env.max_turns`` and ``rollout.max_tokens``, and
+        ``ValueError`` for messages that the chat template refuses."""
+
+    async def complete(
+        self, prompt: str | Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Reply:
+        """What follows plain text, or token ids."""
+
+    def reward(self, value: float) -> None:
+        """Credit the last reply. What the rollout function returns is added to the last one of all."""

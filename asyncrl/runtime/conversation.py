@@ -66,7 +66,10 @@ class ChatTemplate:
     @cached_property
     def opens_thoughts(self) -> bool:
         """True if the template itself begins the model's turn with a thought."""
-        return "<think>" in self.tokenizer.render(_BASE[:1], True)
+        try:
+            return "<think>" in self.tokenizer.render(_BASE[:1], True)
+        except ValueError:  # no template
+            return False
 
     @cached_property
     def drops_thoughts(self) -> bool:
@@ -75,6 +78,15 @@ class ChatTemplate:
             return not self.extension(-1, _BASE[:1])[1]
         except ValueError:  # it takes a single turn; whoever wants another is told then
             return False
+
+    def drops(self) -> bool:
+        """Whether a segment ends where the template drops thoughts. Raises ``ValueError`` where that is refused."""
+        if self.history == "refuse":
+            raise ValueError(
+                "the model's chat template drops earlier thoughts here, so the dialogue cannot be extended; set "
+                'rollout.history to "segments" or "keep", or answer with messages of the role "tool"'
+            )
+        return self.history == "segments"
 
     def has_thoughts(self, text: str) -> bool:
         """True if the template may drop a part of this assistant turn."""
@@ -117,10 +129,10 @@ class Conversation:
             new, kept = self._template.extension(self.ids[-1], observation.messages)
             if self._messages is not None:
                 self._messages += observation.messages
-            if kept or not self._thoughts or self._template.history == "keep":
-                self.append(new)
-            else:
+            if self._thoughts and not kept and self._template.drops():
                 self._start_anew()
+            else:
+                self.append(new)
 
     def append(self, ids: Sequence[int]) -> None:
         """Ids that the model sees next."""
@@ -146,8 +158,7 @@ class Conversation:
         self._new_segment = False
         self.ids += output_ids
         text = self._tokenizer.decode(output_ids)
-        if self._messages is not None or self._template.history == "refuse":
-            self._thoughts = self._thoughts or self._template.has_thoughts(text)
+        self._thoughts = self._thoughts or self._template.has_thoughts(text)
         if self._messages is not None:
             self._messages.append({"role": "assistant", "content": text})
         return text
@@ -160,12 +171,11 @@ class Conversation:
         """What the last generation brought, and ``Turn.seconds``."""
         self.turns[-1] = msgspec.structs.replace(self.turns[-1], reward=reward, seconds=seconds)
 
+    def add_reward(self, reward: float) -> None:
+        """More for the last generation."""
+        self.turns[-1] = msgspec.structs.replace(self.turns[-1], reward=self.turns[-1].reward + reward)
+
     def _start_anew(self) -> None:
-        if self._template.history == "refuse":
-            raise ValueError(
-                "the model's chat template drops earlier thoughts here, so the dialogue cannot be extended; set "
-                'rollout.history to "segments" or "keep", or answer with messages of the role "tool"'
-            )
         if self._messages is None:
             raise ValueError("the chat template drops earlier thoughts, and plain text among messages has no template")
         self.ids, self._pending = array("i"), array("i")

@@ -1,0 +1,108 @@
+"""RolloutPlayer: plays episodes whose program drives the model itself (``async def rollout(task, agent)``).
+
+It has ``EpisodePlayer``'s interface, and the same deadlines and limits: ``env.step_timeout_s`` is how long the program
+may go without asking the model, ``env.max_turns`` how often it may ask.
+
+    play()    waits for: the program, which waits for the Session    woken by: the user's code, LLMProxy
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractContextManager
+from typing import Any
+
+from asyncrl.core.types import Task
+from asyncrl.env import Agent, EpisodeOver
+from asyncrl.runtime.conversation import ChatTemplate
+from asyncrl.runtime.env_manager import Episode
+from asyncrl.runtime.llm_proxy import LLMProxy
+from asyncrl.runtime.reward import checked_reward
+from asyncrl.runtime.session import Session, SessionLimits
+from asyncrl.runtime.user_code import EpisodeFailed, user_call
+
+Rollout = Callable[[Task, Agent], "Coroutine[Any, Any, float | None] | Awaitable[float | None]"]
+
+
+class RolloutPlayer:
+    """``admit`` opens the gateway to a session, and closes it afterwards; None: there is no gateway."""
+
+    def __init__(
+        self,
+        *,
+        rollout: Rollout,
+        proxy: LLMProxy,
+        template: ChatTemplate,
+        limits: SessionLimits,
+        idle_timeout_s: float,
+        admit: Callable[[Session], AbstractContextManager[None]] | None = None,
+    ) -> None:
+        self._rollout = rollout
+        self._proxy = proxy
+        self._template = template
+        self._limits = limits
+        self._idle_timeout_s = idle_timeout_s
+        self._admit = admit
+
+    async def play(
+        self,
+        task: Task,
+        *,
+        v_traj: int,
+        n: int = 1,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        on_running: Callable[[bool], None] = lambda running: None,
+    ) -> list[Episode]:
+        """One episode of ``task``. Raises ``EpisodeFailed``. However it ends, nothing is generated for it afterwards."""
+        if n != 1:
+            raise ValueError("an agent program makes its requests one by one")
+        loop = asyncio.get_running_loop()
+        scope = asyncio.timeout(self._idle_timeout_s)
+
+        def on_busy(busy: bool) -> None:
+            on_running(busy)
+            if not scope.expired():
+                scope.reschedule(None if busy else loop.time() + self._idle_timeout_s)
+
+        session = Session(
+            proxy=self._proxy,
+            template=self._template,
+            limits=self._limits,
+            v_traj=v_traj,
+            temperature=temperature,
+            top_p=top_p,
+            on_busy=on_busy,
+        )
+        try:
+            async with scope:
+                returned = await self._run(task, session)
+        except TimeoutError:
+            raise EpisodeFailed(
+                "rollout", f"neither asked the model nor ended within env.step_timeout_s = {self._idle_timeout_s:g} s"
+            ) from None
+        finally:
+            session.close()
+        if not session.turns:
+            raise EpisodeFailed("rollout", "ended without a reply of the model, so there is nothing to train")
+        metrics = {str(name): checked_reward("rollout", value) for name, value in session.metrics.items()}
+        if returned:
+            session.credit_last(returned)
+        turns = session.turns
+        reward = checked_reward("rollout", sum(turn.reward for turn in turns))
+        return [Episode(turns=turns, reward=reward, finish_reason=session.finish_reason, metrics=metrics)]
+
+    async def _run(self, task: Task, session: Session) -> float:
+        """The user's program; what it returned."""
+        returned: float | None = None
+        async with user_call("rollout", None):
+            try:
+                if self._admit is None:
+                    returned = await self._rollout(task, session)
+                else:
+                    with self._admit(session):
+                        returned = await self._rollout(task, session)
+            except* EpisodeOver:
+                pass  # a limit, not a failure; ``finish_reason`` tells
+        return 0.0 if returned is None else checked_reward("rollout", returned)
