@@ -168,7 +168,7 @@ class EpisodeOver(Exception):
 
 
 class Reply(Record, frozen=True, kw_only=True):
-    """What the model said: the whole ``text``, the ``tool_calls`` in it, and ``message``, which is to be appended to the
+    """What the model said: the whole ``text``, the ``tool_calls`` in it, and ``message``, which is appended to the
     messages. ``finish_reason`` as in ``Action``; ``logprobs`` belong to ``token_ids``."""
 
     text: str

@@ -11,6 +11,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,17 @@ from asyncrl.core.types import Task
 from asyncrl.env import Cost, Env, SyncEnv
 from asyncrl.envs.single_turn import SingleTurn
 from asyncrl.runtime.reward import RewardFunction
+from asyncrl.runtime.rollout import Rollout
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
     """How to make an ``Env``, or a ``SyncEnv``; the reward function if the recipe names one, and the keys that its rows
-    must have. ``kind`` is the class."""
+    must have. ``kind`` is the class. ``rollout`` is a program that takes its place."""
 
     kind: type[Env] | type[SyncEnv]
     make: Callable[[], Env] | None = None
     make_sync: Callable[[], SyncEnv] | None = None
+    rollout: Rollout | None = None
     reward: RewardFunction | None = None
     required: tuple[str, ...] = ()
 
@@ -58,8 +61,17 @@ def load_environment(config: EnvConfig, table: str = "env") -> Environment:
         return Environment(kind=target, make_sync=make) if is_sync else Environment(kind=target, make=make)
     if inspect.isclass(target) or not callable(target):
         raise RecipeError(
-            f"{table}.target: {name} is no asyncrl.Env or SyncEnv class and no reward function (task, response)"
+            f"{table}.target: {name} is no asyncrl.Env or SyncEnv class, no rollout function (task, agent) and no "
+            "reward function (task, response)"
         )
+    if _second_parameter(target) == "agent":
+        if not inspect.iscoroutinefunction(target):
+            raise RecipeError(f"{table}.target: {name} must be `async def {name}(task, agent)`")
+        try:
+            inspect.signature(target).bind(None, None, **config.kwargs)
+        except TypeError as error:
+            raise RecipeError(f"{table}.kwargs: {name} cannot be called with them: {error}") from None
+        return Environment(kind=Env, make=Env, rollout=partial(target, **config.kwargs) if config.kwargs else target)
     try:
         inspect.signature(target).bind(None, None, **config.kwargs)
     except TypeError as error:
@@ -67,6 +79,15 @@ def load_environment(config: EnvConfig, table: str = "env") -> Environment:
     return Environment(
         kind=SingleTurn, make=SingleTurn, reward=_with_kwargs(target, config.kwargs), required=("prompt",)
     )
+
+
+def _second_parameter(function: Callable[..., Any]) -> str:
+    """What tells a rollout function from a reward function."""
+    try:
+        names = [*inspect.signature(function).parameters]
+    except (TypeError, ValueError):  # a builtin
+        return ""
+    return names[1] if len(names) > 1 else ""
 
 
 def load_own(target: str, key: str) -> Callable[..., Any] | None:

@@ -173,6 +173,8 @@ IMPOSSIBLE = [
     ("engine.control_timeout_s", 0.0),
     ("engine.probe_s", 0.0),
     ("engine.patience_s", 0.0),
+    ("gateway.port", 65536),
+    ("gateway.port", -1),
     ("trainer.ranks", 0),
     ("trainer.threads", 0),
     ("trainer.learning_rate", 0.0),

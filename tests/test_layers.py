@@ -27,6 +27,7 @@ SAME_LEVEL = {
     ("servers", "processes"): "a local server is a child process",
     ("loading", "envs.single_turn"): "a reward function is played in the environment for single turns",
     ("loading", "runtime.reward"): "the type of a reward function",
+    ("loading", "runtime.rollout"): "the type of a rollout function",
     ("env_workers", "processes"): "a worker is a child process",
     ("env_workers", "loading"): "a worker imports the class that the recipe names",
     ("train", "processes"): "the torchrun job is a child process",

@@ -148,6 +148,10 @@ def one(task):
     return 0.0
 
 NUMBER = 3
+async def rollout(task, agent, depth=1):
+    return depth
+def plain_rollout(task, agent):
+    return 1
 """
 
 
@@ -192,6 +196,14 @@ async def test_a_reward_function_is_played_as_a_single_turn_and_needs_prompts(tm
     assert later.reward is not None and await later.reward(task, right) == 1.0  # type: ignore[misc]
 
 
+async def test_a_second_parameter_called_agent_tells_a_rollout_function(tmp_path: Path) -> None:
+    environment = load_environment(target(tmp_path, "rollout", depth=3))
+    agent: Any = None
+    assert environment.rollout is not None and await environment.rollout(Task(id="t", data={}), agent) == 3
+    assert environment.reward is None
+    assert load_environment(target(tmp_path, "reward")).rollout is None
+
+
 def test_a_sync_env_is_made_where_it_is_told_to(tmp_path: Path) -> None:
     environment = load_environment(target(tmp_path, "Sync"))
     assert environment.make is None and environment.kind.cost.per_process == 4
@@ -209,8 +221,20 @@ def test_a_sync_env_is_made_where_it_is_told_to(tmp_path: Path) -> None:
         ("Costly", {}, "Costly.cost must be an asyncrl.Cost with per_process of at least 1"),
         ("Half", {}, "Half must define `async def step`"),
         ("Guess", {"sise": 5}, "env.kwargs: Guess cannot be made with them: got an unexpected keyword argument 'sise'"),
-        ("Other", {}, "Other is no asyncrl.Env or SyncEnv class and no reward function (task, response)"),
-        ("NUMBER", {}, "NUMBER is no asyncrl.Env or SyncEnv class and no reward function (task, response)"),
+        (
+            "Other",
+            {},
+            "Other is no asyncrl.Env or SyncEnv class, no rollout function (task, agent) and no reward "
+            "function (task, response)",
+        ),
+        (
+            "NUMBER",
+            {},
+            "NUMBER is no asyncrl.Env or SyncEnv class, no rollout function (task, agent) and no reward "
+            "function (task, response)",
+        ),
+        ("plain_rollout", {}, "plain_rollout must be `async def plain_rollout(task, agent)`"),
+        ("rollout", {"x": 1}, "rollout cannot be called with them: got an unexpected keyword argument 'x'"),
         ("one", {}, "one is not a reward function (task, response): too many positional arguments"),
         (
             "reward",

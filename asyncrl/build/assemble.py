@@ -18,12 +18,16 @@ from asyncrl.core.staleness import make_control
 from asyncrl.core.types import Batch, Task
 from asyncrl.ports import Blocking, Engine, EnvSource, Observer, Tokenizer, WeightTransport
 from asyncrl.runtime.controller import AsyncController, Evaluation, Service
-from asyncrl.runtime.env_manager import EnvManager, EpisodeLimits, EpisodePlayer, EpisodePlayers
+from asyncrl.runtime.conversation import ChatTemplate
+from asyncrl.runtime.env_manager import EnvManager, EpisodeLimits, EpisodePlayer, EpisodePlayers, Player
+from asyncrl.runtime.gateway import Gateway
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.parameter_server import ParameterServer
 from asyncrl.runtime.restarts import RestartingTrainer
 from asyncrl.runtime.reward import RewardFunction, Scorer
+from asyncrl.runtime.rollout import Rollout, RolloutPlayer
 from asyncrl.runtime.sample_buffer import SampleBuffer
+from asyncrl.runtime.session import SessionLimits
 from asyncrl.runtime.task_source import TaskMixture
 from asyncrl.runtime.user_code import FailureWindow
 
@@ -35,6 +39,7 @@ class Played(msgspec.Struct, kw_only=True):
     train: Sequence[Task]
     heldout: Sequence[Task]
     envs: EnvSource
+    rollout: Rollout | None = None
     reward: RewardFunction | None = None
     config: EnvConfig
 
@@ -57,6 +62,8 @@ class World(msgspec.Struct, kw_only=True):
     """The running mean of returns that a resumed run subtracts first."""
     own_advantage: Callable[[Batch], Any] | None = None
     services: Sequence[Service] = ()
+    gateway: Gateway | None = None
+    """For the programs of rollout functions. It listens already."""
 
 
 class Run(msgspec.Struct, kw_only=True):
@@ -138,7 +145,10 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         )
         for name, played in world.sources.items()
     }
-    player = EpisodePlayers({name: _player(recipe, world, played, proxy) for name, played in world.sources.items()})
+    template = ChatTemplate(world.tokenizer, history=rollout.history, tool_parser=recipe.model.tool_parser)
+    player = EpisodePlayers(
+        {name: _player(recipe, world, played, proxy, template) for name, played in world.sources.items()}
+    )
     managers = [
         EnvManager(
             name=f"env {i}",
@@ -176,15 +186,28 @@ async def assemble(recipe: Recipe, world: World) -> Run:
     return Run(controller=controller, advantages=advantages, buffer=buffer, proxy=proxy, parameters=parameters)
 
 
-def _player(recipe: Recipe, world: World, played: Played, proxy: LLMProxy) -> EpisodePlayer:
+def _player(recipe: Recipe, world: World, played: Played, proxy: LLMProxy, template: ChatTemplate) -> Player:
     env = played.config
+    if played.rollout is not None:
+        return RolloutPlayer(
+            rollout=played.rollout,
+            proxy=proxy,
+            template=template,
+            limits=SessionLimits(
+                max_turns=env.max_turns,
+                max_new_tokens=recipe.rollout.max_new_tokens,
+                max_tokens=recipe.rollout.max_tokens,
+            ),
+            idle_timeout_s=env.step_timeout_s,
+            admit=None if world.gateway is None else world.gateway.admit,
+        )
     return EpisodePlayer(
         envs=played.envs,
         scorer=None
         if played.reward is None
         else Scorer(played.reward, blocking=world.blocking, timeout_s=env.reward_timeout_s),
         proxy=proxy,
-        tokenizer=world.tokenizer,
+        template=template,
         limits=EpisodeLimits(
             max_turns=env.max_turns,
             max_new_tokens=recipe.rollout.max_new_tokens,
@@ -192,8 +215,6 @@ def _player(recipe: Recipe, world: World, played: Played, proxy: LLMProxy) -> Ep
             reset_timeout_s=None if played.envs.keeps_deadlines else env.reset_timeout_s,
             step_timeout_s=None if played.envs.keeps_deadlines else env.step_timeout_s,
         ),
-        history=recipe.rollout.history,
-        tool_parser=recipe.model.tool_parser,
     )
 
 

@@ -13,7 +13,7 @@ from asyncrl.build.assemble import Run, World, assemble
 from asyncrl.build.errors import one_line
 from asyncrl.build.setup import set_up
 from asyncrl.build.sources import load_environments, load_sources
-from asyncrl.config import Recipe, dumps
+from asyncrl.config import Recipe, RecipeError, dumps
 from asyncrl.core.ledger import Ledger
 from asyncrl.engine.health import HealthMonitor
 from asyncrl.engine.sglang import SGLangEngine
@@ -26,9 +26,11 @@ from asyncrl.observe.summary import Summary, write_summary
 from asyncrl.ports import Engine, EngineError, TrainerError, WeightTransport
 from asyncrl.processes import free_port
 from asyncrl.runtime.env_manager import EpisodePlayer
+from asyncrl.runtime.gateway import Gateway
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.restarts import RestartingTrainer
 from asyncrl.runtime.reward import Scorer
+from asyncrl.runtime.rollout import RolloutPlayer
 from asyncrl.servers import LocalServers
 from asyncrl.tokenizer import HuggingFaceTokenizer
 from asyncrl.train.client import HttpTrainer
@@ -41,7 +43,8 @@ FLUSH_S = 2.0
 RENDER_S = 0.25
 HEALTH_INTERVAL_S = 10.0
 HEALTH_FAILURES = 3
-USER_CODE = frozenset({EpisodePlayer._begin.__code__, EpisodePlayer._step.__code__, Scorer.score.__code__})
+_ENTRIES = (EpisodePlayer._begin, EpisodePlayer._step, RolloutPlayer._program, Scorer.score)
+USER_CODE = frozenset(f.__code__ for f in _ENTRIES)
 """Where user code is entered: what may be interrupted when it blocks the loop."""
 
 
@@ -156,6 +159,13 @@ async def train(
             await asyncio.sleep(FLUSH_S)
             await blocking.run(recorder.flush)
 
+    gateway = None
+    if any(environment.rollout is not None for environment in environments.values()):
+        keys = random.SystemRandom()  # nothing else depends on them, and others on the machine must not guess them
+        gateway = Gateway(
+            tokenizer=tokenizer, model=recipe.name, rng=keys, host=recipe.gateway.host, port=recipe.gateway.port
+        )
+
     world = World(
         engines=engines,
         trainer=trainer,
@@ -168,6 +178,7 @@ async def train(
         tasks_done=0 if point is None else point.entry.tasks,
         baseline=baseline,
         own_advantage=own_advantage,
+        gateway=gateway,
         services=[flush, servers.watch, keeper.watch, LoopWatchdog(USER_CODE, limit_s=recipe.env.block_timeout_s).run],
     )
 
@@ -183,6 +194,8 @@ async def train(
         async with asyncio.TaskGroup() as group:
             display = group.create_task(render())
             progress.note(f"starting {len(engines)} servers and {recipe.trainer.ranks} trainer ranks, logs in {logs}")
+            if gateway is not None:
+                await _listen(gateway, recipe)
             await servers.start()
             run = await servers.until_death(assemble(recipe, world))
             monitor = HealthMonitor(engines, HEALTH_INTERVAL_S, HEALTH_FAILURES, _on_health(run.proxy))
@@ -201,7 +214,9 @@ async def train(
         raise
     finally:
         try:
-            for close in (transport.close, trainer.close, *(e.close for e in engines), servers.stop, blocking.close):
+            doors = [] if gateway is None else [gateway.close]
+            engines_close = [engine.close for engine in engines]
+            for close in (*doors, transport.close, trainer.close, *engines_close, servers.stop, blocking.close):
                 await close()
         finally:  # a second interrupt cuts the above short: the kernel ends the processes with this one
             books = Ledger() if run is None else run.buffer.ledger
@@ -231,6 +246,14 @@ def _finish(
     finally:
         progress.close(summary, report)
     return summary
+
+
+async def _listen(gateway: Gateway, recipe: Recipe) -> None:
+    try:
+        await gateway.start()
+    except OSError as error:
+        where = f"gateway.host = {recipe.gateway.host!r}, gateway.port = {recipe.gateway.port}"
+        raise RecipeError(f"{where}: cannot listen there ({error.strerror or error})") from None
 
 
 def _transport(recipe: Recipe, trainer: HttpTrainer, run_dir: Path) -> WeightTransport:

@@ -34,6 +34,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
             train=self.train,
             heldout=self.heldout,
             envs=_places(recipe, self.source, self.environment, log),
+            rollout=self.environment.rollout,
             reward=self.environment.reward,
             config=self.source.env,
         )
@@ -47,6 +48,11 @@ def load_environments(recipe: Recipe) -> dict[str, Environment]:
             raise RecipeError(
                 "rollout.expand_num_return_sequences = false: the members of a group would wait for each other's "
                 "places; set it to true for a SyncEnv"
+            )
+        if environment.rollout is not None and not recipe.rollout.expand_num_return_sequences:
+            raise RecipeError(
+                "rollout.expand_num_return_sequences = false: an agent program makes its requests one by one; set it "
+                "to true for a rollout function"
             )
     return environments
 

@@ -189,6 +189,7 @@ def check(recipe: Recipe) -> None:
     for i, fault in enumerate(sim.faults):
         servers = len(e.urls) or e.count
         _require(0 <= fault.server < servers, f"sim.faults[{i}].server", fault.server, f"there are {servers} servers")
+    _require(0 <= recipe.gateway.port < 65536, "gateway.port", recipe.gateway.port, "must be from 0 to 65535")
     _require(recipe.staleness.queue >= 1, "staleness.queue", recipe.staleness.queue, "must hold at least one batch")
     _require(all(0 <= b < 1 for b in t.betas), "trainer.betas", list(t.betas), "must be in [0, 1)")
     _require(0 < r.top_p <= 1, "rollout.top_p", r.top_p, "must be in (0, 1]")

@@ -98,6 +98,15 @@ class Source(Section, frozen=True, kw_only=True):
     env: EnvConfig
 
 
+class GatewayConfig(Section, frozen=True, kw_only=True):
+    """OpenAI's API for agent programs; opened where an environment is a rollout function."""
+
+    host: str = "127.0.0.1"
+    """Where it listens. Anything but loopback lets programs on other machines in, each by its episode's key."""
+    port: int = 0
+    """0: a free one."""
+
+
 class RolloutConfig(Section, frozen=True, kw_only=True):
     """How much is generated for a train step, and how."""
 
@@ -279,6 +288,7 @@ class Recipe(Section, frozen=True, kw_only=True):
     sources: dict[str, SourceConfig] = {}
     """Several environments and datasets in one run. Empty: ``[task]`` and ``[env]`` are the only one."""
     rollout: RolloutConfig = RolloutConfig()
+    gateway: GatewayConfig = GatewayConfig()
     staleness: StalenessConfig = StalenessConfig()
     update: UpdateConfig = UpdateConfig()
     engine: EngineConfig = EngineConfig()

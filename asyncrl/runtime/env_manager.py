@@ -15,19 +15,18 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Protocol
 
 import msgspec
 
 from asyncrl.core.ledger import State
 from asyncrl.core.types import Record, Task, Trajectory, Turn, flatten
 from asyncrl.env import Action, Env, Observation, Step
-from asyncrl.ports import EngineRejected, EnvSource, Observer, Tokenizer
-from asyncrl.runtime.conversation import ChatTemplate, Conversation, History
+from asyncrl.ports import EngineRejected, EnvSource, Observer
+from asyncrl.runtime.conversation import ChatTemplate, Conversation
 from asyncrl.runtime.llm_proxy import Completion, LLMProxy, Prompt
 from asyncrl.runtime.reward import Scorer, checked_reward
 from asyncrl.runtime.sample_buffer import Lease, SampleBuffer
-from asyncrl.runtime.tool_calls import Parser
 from asyncrl.runtime.user_code import EpisodeFailed, FailureWindow, user_call
 from asyncrl.shield import to_the_end
 
@@ -53,6 +52,22 @@ class Episode(Record, frozen=True, kw_only=True):
     reset_s: float = 0.0
 
 
+class Player(Protocol):
+    """What plays the episodes of one kind of task, for training and for evaluation."""
+
+    async def play(
+        self,
+        task: Task,
+        *,
+        v_traj: int,
+        n: int = 1,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        on_running: Callable[[bool], None] = ...,
+    ) -> list[Episode]:
+        """``n`` episodes of ``task``. Raises ``EpisodeFailed``."""
+
+
 class EpisodePlayer:
     """Plays episodes of one kind of environment. ``scorer`` adds a reward function's value to that of the steps."""
 
@@ -62,15 +77,13 @@ class EpisodePlayer:
         envs: EnvSource,
         scorer: Scorer | None,
         proxy: LLMProxy,
-        tokenizer: Tokenizer,
+        template: ChatTemplate,
         limits: EpisodeLimits,
-        history: History = "segments",
-        tool_parser: Parser | Literal["auto"] = "auto",
     ) -> None:
         self._envs = envs
         self._scorer = scorer
         self._proxy = proxy
-        self._template = ChatTemplate(tokenizer, history=history, tool_parser=tool_parser)
+        self._template = template
         self._limits = limits
 
     async def play(
@@ -215,13 +228,13 @@ class EpisodePlayer:
 
 
 class EpisodePlayers:
-    """One ``EpisodePlayer`` for each source of tasks, by its name."""
+    """One player for each source of tasks, by its name."""
 
-    def __init__(self, players: Mapping[str, EpisodePlayer]) -> None:
+    def __init__(self, players: Mapping[str, Player]) -> None:
         self._players = players
 
     async def play(self, task: Task, **how: Any) -> list[Episode]:
-        """As ``EpisodePlayer.play``."""
+        """As ``Player.play``."""
         return await self._players[task.source].play(task, **how)
 
 

@@ -129,7 +129,7 @@ class Gateway:
         reply = await session.chat(
             asked.messages,
             tools=tools,
-            max_tokens=asked.max_completion_tokens or asked.max_tokens,
+            max_tokens=asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens,
             stop=asked.stops,
         )
         message = {**reply.message}

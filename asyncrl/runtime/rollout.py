@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from asyncrl.core.types import Task
@@ -23,6 +23,14 @@ from asyncrl.runtime.session import Session, SessionLimits
 from asyncrl.runtime.user_code import EpisodeFailed, user_call
 
 Rollout = Callable[[Task, Agent], "Coroutine[Any, Any, float | None] | Awaitable[float | None]"]
+
+
+class _Outcome:
+    """Of a program. Until it has ended it counts as one that cancelled itself."""
+
+    def __init__(self) -> None:
+        self.returned = 0.0
+        self.error: BaseException | None = asyncio.CancelledError("the program cancelled itself")
 
 
 class RolloutPlayer:
@@ -55,7 +63,7 @@ class RolloutPlayer:
         top_p: float = 1.0,
         on_running: Callable[[bool], None] = lambda running: None,
     ) -> list[Episode]:
-        """One episode of ``task``. Raises ``EpisodeFailed``. However it ends, nothing is generated for it afterwards."""
+        """One episode of ``task``. Raises ``EpisodeFailed``. Nothing is generated for it afterwards."""
         if n != 1:
             raise ValueError("an agent program makes its requests one by one")
         loop = asyncio.get_running_loop()
@@ -94,15 +102,24 @@ class RolloutPlayer:
         return [Episode(turns=turns, reward=reward, finish_reason=session.finish_reason, metrics=metrics)]
 
     async def _run(self, task: Task, session: Session) -> float:
-        """The user's program; what it returned."""
-        returned: float | None = None
+        """The user's program; what it returned. It has a task of its own: a TaskGroup of a program that fails leaves
+        CPython 3.11's count of cancellations wrong, which would pass for ours."""
+        outcome = _Outcome()
         async with user_call("rollout", None):
-            try:
-                if self._admit is None:
-                    returned = await self._rollout(task, session)
-                else:
-                    with self._admit(session):
-                        returned = await self._rollout(task, session)
-            except* EpisodeOver:
-                pass  # a limit, not a failure; ``finish_reason`` tells
-        return 0.0 if returned is None else checked_reward("rollout", returned)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._program(task, session, outcome))
+            if outcome.error is not None:
+                raise outcome.error
+        return outcome.returned
+
+    async def _program(self, task: Task, session: Session, outcome: _Outcome) -> None:
+        """Never raises but for its own cancellation."""
+        try:
+            with nullcontext() if self._admit is None else self._admit(session):
+                returned = await self._rollout(task, session)
+            outcome.returned = 0.0 if returned is None else checked_reward("rollout", returned)
+            outcome.error = None
+        except (Exception, SystemExit) as error:
+            # A limit is no failure; ``finish_reason`` tells of it.
+            failed = error.split(EpisodeOver)[1] if isinstance(error, ExceptionGroup) else error
+            outcome.error = None if isinstance(failed, EpisodeOver) else failed

@@ -129,13 +129,10 @@ class Session:
     async def complete(
         self, prompt: str | Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Reply:
-        point, known = None, ""
+        point: _Point | None
         if isinstance(prompt, str):
-            for known, point in reversed(self._texts):
-                if prompt.startswith(known):
-                    break
-            else:
-                point, known = None, ""
+            earlier = ((t, p) for t, p in reversed(self._texts) if prompt.startswith(t))
+            known, point = next(earlier, ("", None))
             ids = array("i", self._template.tokenizer.encode(prompt[len(known) :]))
         else:
             ids = array("i", prompt)

@@ -14,6 +14,7 @@ from asyncrl.core.staleness.inflight_cap import InflightCap
 from asyncrl.core.types import Task
 from asyncrl.env import Action, Env, Observation, Step
 from asyncrl.envs.single_turn import SingleTurn
+from asyncrl.runtime.conversation import ChatTemplate
 from asyncrl.runtime.env_manager import EnvManager, Episode, EpisodeLimits, EpisodePlayer, _trajectory
 from asyncrl.runtime.env_source import LocalEnvs
 from asyncrl.runtime.reward import Scorer
@@ -79,7 +80,7 @@ async def play(
         envs=LocalEnvs(make_env),
         scorer=None if reward is None else Scorer(reward, blocking=blocking, timeout_s=5),
         proxy=proxy,
-        tokenizer=tokenizer or SimTokenizer(),
+        template=ChatTemplate(tokenizer or SimTokenizer()),
         limits=EpisodeLimits(**{**defaults, **limits}),
     )
     try:
@@ -344,7 +345,7 @@ def test_a_deadline_and_a_revocation_in_the_same_tick_do_not_meet() -> None:
                 envs=LocalEnvs(Hanging),
                 scorer=None,
                 proxy=await proxy_over(sim_engine()),
-                tokenizer=SimTokenizer(),
+                template=ChatTemplate(SimTokenizer()),
                 limits=EpisodeLimits(
                     max_turns=1, max_new_tokens=5, max_tokens=50, reset_timeout_s=90, step_timeout_s=90
                 ),
