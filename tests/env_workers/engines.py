@@ -73,3 +73,29 @@ class Shared(Engine):
 
 class Reused(Shared):
     reusable = True
+
+
+class Chaotic(Engine):
+    """The first episode of a task breaks in the way the task says."""
+
+    cost = Cost(per_process=2)
+
+    def reset(self, task: Task) -> str:
+        mark = Path(self.marks) / f"{task.id}.begun"
+        self.fault = str(task.data["fault"])
+        if mark.exists():
+            self.fault = ""
+        mark.touch()
+        return "ab"
+
+    def step(self, action: Action) -> Any:
+        if self.fault:
+            Engine.step(self, Action(text=self.fault, token_ids=(), finish_reason="stop"))
+        return Step(observation="cd", reward=1.0, done=action.turn == 1)
+
+    def close(self) -> None:
+        return
+
+
+class Alone(Chaotic):
+    cost = Cost()
