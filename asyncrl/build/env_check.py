@@ -25,7 +25,7 @@ import msgspec
 from asyncrl.build.env_actions import ODD, Actor, said
 from asyncrl.build.env_contract import Finding, wrong_observation, wrong_reward, wrong_step
 from asyncrl.build.env_watch import Hang, Watched, alarm, left_behind
-from asyncrl.config import EnvConfig
+from asyncrl.config import EnvConfig, RecipeError
 from asyncrl.core.types import Record
 from asyncrl.env import Action, Env, Task
 from asyncrl.env_workers.pool import EnvProcesses
@@ -82,6 +82,8 @@ def check(
     if (file := target.partition(":")[0]).endswith(".py"):
         target = f"{Path(file).resolve()}:{target.partition(':')[2]}"
     environment = load_environment(EnvConfig(target=target, kwargs=kwargs))
+    if environment.rollout is not None:
+        raise RecipeError(f"{target}: a rollout function drives a model itself, and cannot be checked without one")
     rows = load_tasks(tasks, "--tasks", environment.required) if tasks else [Task(id="check/1", data={"prompt": "?"})]
     examples = actions or getattr(environment.kind, "example_actions", ())
     before = os.environ.get("TMPDIR")

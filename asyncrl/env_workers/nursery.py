@@ -101,7 +101,13 @@ class Nursery:
         kind, number, _ = RECORD.unpack(data)
         if kind == START:
             connection = socket.socket(fileno=fds[0])
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as error:  # no memory, or too many processes, for now
+                print(f"asyncrl: cannot fork a worker ({error.strerror})", file=sys.stderr)
+                connection.close()
+                self._tell(number, 1)
+                return None
             if not pid:
                 self._become_worker(number)
                 return connection

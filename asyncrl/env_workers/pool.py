@@ -366,13 +366,14 @@ class EnvProcesses:
 
     async def _keep_nursery(self) -> None:
         command = [sys.executable, "-m", "asyncrl.env_workers.nursery", self._spec]
-        threads = {name: os.environ.get(name, value) for name, value in THREADS.items()}
+        environment = {name: os.environ.get(name, value) for name, value in THREADS.items()}
+        environment["PYTHONUNBUFFERED"] = "1"  # a killed process flushes nothing
         for _ in range(MAX_RESTARTS + 1):
             ours, theirs = socket.socketpair()
             with ours:
                 with theirs:
                     nursery = await Child.start(
-                        "env nursery", command, log=self._log, env=threads, stdin=theirs.fileno()
+                        "env nursery", command, log=self._log, env=environment, stdin=theirs.fileno()
                     )
                 self._control = ours
                 ours.setblocking(False)

@@ -22,6 +22,7 @@ from asyncrl.env_workers.messages import (
     Act,
     Answer,
     Call,
+    Close,
     Interrupt,
     Raised,
     Reset,
@@ -74,6 +75,8 @@ class Worker:
             self._current = None
             return Raised(error="interrupted", details="", down=True)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
+            if isinstance(order, Close):  # nobody waits for its answer
+                traceback.print_exc()
             down = isinstance(error, EnvDown)
             text = str(error).split("\n", 1)[0]
             named = text if down and text else f"{type(error).__name__}{': ' if text else ''}{text}"

@@ -75,5 +75,6 @@ def test_the_command_prints_a_line_a_finding(capsys: pytest.CaptureFixture[str])
     assert main(["env", "check", f"{FILE}:Mute", "--episodes", "2"]) == 1
     assert "wrong reset: gave an empty observation" in capsys.readouterr().out
     assert main(["env", "check", f"{FILE}:Nobody"]) == 2
+    assert main(["env", "check", f"{FILE}:drives"]) == 2
     assert main(["env", "check", f"{FILE}:Sound", "--kwargs", "{"]) == 2
     assert main(["env", "check", f"{FILE}:Sound", "--actions", "/no/file"]) == 2

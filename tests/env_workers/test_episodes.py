@@ -12,6 +12,7 @@ from asyncrl.core.policy.routing import least_loaded
 from asyncrl.core.staleness.inflight_cap import InflightCap
 from asyncrl.core.types import Task
 from asyncrl.env_workers.pool import EnvProcesses
+from asyncrl.runtime.conversation import ChatTemplate
 from asyncrl.runtime.env_manager import EnvManager, EpisodeLimits, EpisodePlayer, EpisodePlayers
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.sample_buffer import SampleBuffer
@@ -44,7 +45,7 @@ async def batches(envs: EnvProcesses, tasks: list[Task], *, steps: int, slots: i
         envs=envs,
         scorer=None,
         proxy=proxy,
-        tokenizer=SimTokenizer(),
+        template=ChatTemplate(SimTokenizer()),
         limits=EpisodeLimits(max_turns=2, max_new_tokens=5, max_tokens=100, reset_timeout_s=None, step_timeout_s=None),
     )
     async with asyncio.TaskGroup() as group:

@@ -112,6 +112,38 @@ async def test_what_workers_write_goes_into_the_log(tmp_path: Path) -> None:
     assert "here I am" in (tmp_path / "env.log").read_text()
 
 
+async def test_a_close_that_fails_is_in_the_log_and_frees_its_place(tmp_path: Path) -> None:
+    envs = pool(tmp_path, kwargs={"marks": str(tmp_path)})  # a folder: it cannot be written to
+    async with running(envs):
+        env, _ = await begun(envs)
+        envs.release(env, whole=True)
+        await begun(envs)
+    assert "IsADirectoryError" in (tmp_path / "env.log").read_text()
+
+
+async def test_a_module_that_starts_threads_is_imported_in_each_worker(tmp_path: Path) -> None:
+    module = tmp_path / "threaded.py"
+    module.write_text(
+        "import os, threading\nimport asyncrl\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\nIMPORTED_BY = os.getpid()\n"
+        "class Threaded(asyncrl.SyncEnv):\n"
+        "    def reset(self, task):\n        return f'{os.getpid() == IMPORTED_BY}'\n"
+        "    def step(self, action):\n        return asyncrl.Step(done=True)\n"
+    )
+    envs = EnvProcesses(
+        f"{module}:Threaded",
+        {},
+        cost=engines.Cost(),
+        reusable=False,
+        workers=1,
+        reset_timeout_s=SOON_S,
+        step_timeout_s=SOON_S,
+        log=tmp_path / "env.log",
+    )
+    async with running(envs):
+        assert await said(await envs.acquire()) == "True"
+
+
 # --- places -----------------------------------------------------------------------------------------------------------
 
 
