@@ -86,6 +86,7 @@ def test_frozen_weights_have_the_servers_precision_and_adapters_their_own(
     assert {t.dtype for t in leaving(one).values()} == {torch.bfloat16}
 
 
+@pytest.mark.filterwarnings("ignore:Model .*tie_word_embeddings:UserWarning")
 def test_named_layers_alone_get_adapters(model_folder: Path, lone_rank: dist.ProcessGroup) -> None:
     one = rank(model_folder, lora_targets=["q_proj"])
     assert {n.split(".")[4] for n, _ in model.named_parameters(one.learner.policy) if lora.is_factor(n)} == {"q_proj"}
