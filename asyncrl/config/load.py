@@ -92,6 +92,7 @@ def check(recipe: Recipe) -> None:
         "trainer.ranks": t.ranks,
         "trainer.threads": t.threads,
         "trainer.micro_batch_tokens": t.micro_batch_tokens,
+        "trainer.sequence_parallel": t.sequence_parallel,
         "trainer.lora_alpha": t.lora_alpha,
         "run.steps": recipe.run.steps,
         "weights.bucket_mb": recipe.weights.bucket_mb,
@@ -214,6 +215,12 @@ def check(recipe: Recipe) -> None:
         "true",
         f"the first of algorithm.mini_batches = {recipe.algorithm.mini_batches} holds no whole group of "
         f"rollout.batch_groups = {r.batch_groups}; lower it",
+    )
+    _require(
+        bool(t.url) or t.ranks % t.sequence_parallel == 0,
+        "trainer.sequence_parallel",
+        t.sequence_parallel,
+        f"must divide trainer.ranks = {t.ranks}",
     )
     _require(
         r.group_size >= 2 or not recipe.algorithm.compares_groups,

@@ -226,6 +226,13 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Begin with groups that are certain of the next batch while the rest of it is generated: as soon as they fill a
     micro-batch on every rank, and as far as they are of its first mini-batch. The gradient is the same, to rounding."""
     activation_checkpointing: bool = False
+    attention: Literal["auto", "blocks", "varlen", "flash", "flex"] = "auto"
+    """``auto``: on CUDA in half precision ``flash`` (the flash-attn package) where installed, else ``varlen`` (torch's
+    own FlashAttention), or ``flex`` (FlexAttention) for models with soft caps; elsewhere ``blocks`` (torch's scaled dot
+    product over blocks of similar length). What is chosen is compared with ``blocks`` at the start."""
+    sequence_parallel: int = 1
+    """k > 1: k neighbouring ranks share each packed row, of up to k · micro_batch_tokens, for sequences too long for
+    one rank. Must divide ``ranks`` and the model's attention heads."""
     lora_rank: int = 0
     """r > 0: only low-rank adapters of this rank are trained (peft); servers get them merged into the weights."""
     lora_alpha: int = 32

@@ -23,8 +23,9 @@ from transformers.utils import logging as transformers_logging
 
 from asyncrl.core.manifest import Manifest, TensorInfo
 from asyncrl.train import attention, lora
-from asyncrl.train.attention import Layout
+from asyncrl.train.attention import Kernel, Layout
 from asyncrl.train.head import chosen_logprobs
+from asyncrl.train.sequence import Split
 
 
 class ModelError(Exception):
@@ -33,12 +34,19 @@ class ModelError(Exception):
 
 class Trunk(nn.Module):
     """A language model as a map from packed tokens to hidden states, and from these to values if it has a head for it:
-    what policy and critic have in common."""
+    what policy and critic have in common. ``kernel`` and ``split`` are set by ``attend``."""
 
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
         self.lm = lm
         self.value_head: nn.Linear | None = None
+        self.kernel: Kernel = attention.blocks
+        self.split: Split | None = None
+
+    @property
+    def counts(self) -> bool:
+        """False on ranks whose rows are also another's, which counts them."""
+        return self.split is None or self.split.rank == 0
 
     def add_value_head(self) -> None:
         """Before sharding. It begins with values of 0, on every rank."""
@@ -47,9 +55,19 @@ class Trunk(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def hidden(self, tokens: Tensor, layout: Layout, positions: Tensor) -> Tensor:
-        """The last hidden states ``[n, hidden size]`` at ``positions`` ``[n]`` of ``tokens`` ``[row length]``."""
+        """The last hidden states ``[n, hidden size]`` at ``positions`` ``[n]`` of ``tokens`` ``[row length]``; with
+        ``split`` of those positions that are this rank's."""
+        places = layout.positions
+        if self.split is not None:
+            positions = positions[self.split.mine(positions, len(tokens))] - self.split.span(len(tokens))[0]
+            tokens, places = self.split.own(tokens), self.split.own(places)
         states: Tensor = self.lm.base_model(
-            input_ids=tokens[None], position_ids=layout.positions, use_cache=False, layout=layout
+            input_ids=tokens[None],
+            position_ids=places,
+            use_cache=False,
+            layout=layout,
+            kernel=self.kernel,
+            split=self.split,
         ).last_hidden_state[0][positions]
         return states
 
@@ -70,7 +88,7 @@ class Critic(Trunk):
         """What is still to come after each of ``positions`` ``[n]``: float32 ``[n]``."""
         values = self.values(self.hidden(tokens, layout, positions))
         assert values is not None
-        return values
+        return values if self.split is None else self.split.whole(values, self.split.mine(positions, len(tokens)))
 
 
 class Scores(NamedTuple):
@@ -97,18 +115,24 @@ class Policy(Trunk):
     def forward(self, tokens: Tensor, layout: Layout, positions: Tensor, targets: Tensor) -> Scores:
         """Of each of ``targets`` ``[n]`` after the row position of the same rank in ``positions`` ``[n]``.
 
-        ``tokens`` is ``[row length]``. Only the chosen positions meet the vocabulary.
+        ``tokens`` is ``[row length]``. Only the chosen positions meet the vocabulary. With ``split`` a collective of
+        the ranks that share the row; all of them get everything.
         """
         hidden = self.hidden(tokens, layout, positions)
+        mine = None if self.split is None else self.split.mine(positions, len(tokens))
         logprobs, entropy = chosen_logprobs(
             self.lm.get_output_embeddings(),
             hidden,
-            targets,
+            targets if mine is None else targets[mine],
             temperature=self.temperature,
             soft_cap=getattr(self.lm.config.get_text_config(), "final_logit_softcapping", None),
             entropy_gradient=self.entropy_gradient,
         )
-        return Scores(logprobs, entropy, self.values(hidden))
+        values = self.values(hidden)
+        if self.split is not None and mine is not None:
+            logprobs, entropy = self.split.whole(logprobs, mine), self.split.whole(entropy, mine)
+            values = None if values is None else self.split.whole(values, mine)
+        return Scores(logprobs, entropy, values)
 
 
 def load(path: str, temperature: float, key: str = "model.path") -> Policy:
@@ -139,9 +163,7 @@ def check_packing(policy: Policy) -> None:
     the last hidden state. Raises ``ModelError``.
     """
     lm = policy.lm
-    vocabulary = lm.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(vocabulary, (n,), generator=generator) for n in (5, 9, 3)]
+    rows = _probe(policy)
     expected = [
         (lm(input_ids=row[None], use_cache=False).logits[0, :-1].float() / policy.temperature)
         .log_softmax(-1)
@@ -150,10 +172,14 @@ def check_packing(policy: Policy) -> None:
     ]
     try:
         lm.set_attn_implementation(attention.NAME)
+<<<<<<< HEAD
         tokens = torch.cat(rows)
         last = torch.tensor([len(row) for row in rows]).cumsum(0) - 1
         positions = torch.tensor([p for p in range(len(tokens)) if p not in last.tolist()])
         got, *_ = policy(tokens, Layout([len(row) for row in rows], tokens.device), positions, tokens[positions + 1])
+=======
+        got = _packed(policy, rows, torch.device("cpu"))
+>>>>>>> 437de35 (Attention by the best kernel, ranks that share rows, and seven families of models trained tiny)
         difference = float((got - torch.cat(expected)).abs().max())
     except (TypeError, ValueError) as error:
         raise ModelError(f"model.path: {type(lm).__name__} cannot take packed sequences: {error}") from error
@@ -162,6 +188,53 @@ def check_packing(policy: Policy) -> None:
             f"model.path: {type(lm).__name__} gives other logprobs for packed sequences (off by {difference:.3g}); "
             "this architecture cannot be trained without padding"
         )
+
+
+@torch.no_grad()
+def attend(policy: Policy, kernel: str, sequence_parallel: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Go over to the attention ``kernel`` (a name, or ``auto``), and to rows that ``sequence_parallel`` ranks share,
+    after comparing it on ``device`` with what ``check_packing`` has proved. A collective, of a sharded policy. Raises
+    ``ModelError``."""
+    config = policy.lm.config.get_text_config()
+    if kernel == "auto":
+        kernel = attention.best_kernel(device, dtype, bool(getattr(config, "attn_logit_softcapping", None)))
+    if config.num_attention_heads % sequence_parallel:
+        raise ModelError(
+            f"trainer.sequence_parallel = {sequence_parallel}: must divide the model's {config.num_attention_heads} "
+            "attention heads"
+        )
+    if kernel != "blocks" and device.type != "cuda":
+        raise ModelError(f"trainer.attention = {kernel}: needs a GPU; use auto or blocks")
+    if kernel == "blocks" and sequence_parallel == 1:
+        return
+    rows = _probe(policy)
+    expected = _packed(policy, rows, device)
+    policy.kernel = attention.KERNELS[kernel]
+    policy.split = Split(sequence_parallel) if sequence_parallel > 1 else None
+    what = f"trainer.attention: {kernel}"
+    try:
+        difference = float((_packed(policy, rows, device) - expected).abs().mean())
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"{what} does not work here: {line}; use blocks") from error
+    if not difference < (1e-3 if dtype == torch.float32 else 0.05):
+        raise ModelError(f"{what} gives other logprobs than blocks (off by {difference:.3g} in the mean); use blocks")
+
+
+def _probe(policy: Policy) -> list[Tensor]:
+    """A few short sequences."""
+    vocabulary = policy.lm.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(vocabulary, (n,), generator=generator) for n in (5, 9, 3)]
+
+
+def _packed(policy: Policy, rows: list[Tensor], device: torch.device) -> Tensor:
+    """Logprobs of each row's tokens after its first, by one packed pass."""
+    tokens = torch.cat(rows).to(device)
+    inner = torch.cat([torch.arange(len(row)) < len(row) - 1 for row in rows]).to(device)
+    positions = inner.nonzero()[:, 0]
+    logprobs: Tensor = policy(tokens, Layout([len(row) for row in rows], device), positions, tokens[positions + 1])[0]
+    return logprobs
 
 
 def shard(policy: Policy | Critic, mesh: DeviceMesh, dtype: torch.dtype, activation_checkpointing: bool) -> None:

@@ -81,18 +81,24 @@ class Rank:
             critic = Critic(model.load(path or folder, 1.0, "algorithm.critic_path" if path else "model.path").lm)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         model.shard(policy, mesh, self.dtype, recipe.trainer.activation_checkpointing)
+        self._attend(policy)
         if critic is not None:
             model.shard(critic, mesh, self.dtype, recipe.trainer.activation_checkpointing)
         reference = None
         if algorithm.kl_coef:
             reference = self._reference(algorithm.reference or recipe.model.path or folder)
             model.shard(reference, mesh, self.dtype, False)
+            self._attend(reference)
         self.learner = Learner(
             policy, recipe.trainer, algorithm, device, self.channel.group, loss=loss, reference=reference, critic=critic
         )
         self.checkpoints = Checkpoints(self.learner, recipe, Path(folder))
         self.checksum = 0
         """Of the weights that the last step made."""
+
+    def _attend(self, policy: Policy) -> None:
+        trainer = self.recipe.trainer
+        model.attend(policy, trainer.attention, trainer.sequence_parallel, self.device, self.dtype)
 
     def _reference(self, folder: str) -> Policy:
         """The frozen model of the KL term: no gradients, and no master weights of a higher precision."""

@@ -308,7 +308,7 @@ class Learner:
                 reference=prepared.reference,
             )
             loss, per_token, rejected = policy_loss(tokens, self._loss, self._algorithm)
-            if batch.real:
+            if batch.real and self.policy.counts:
                 part, largest = statistics.measure(tokens, per_token, rejected, self._algorithm.importance_cap)
                 totals.sums, totals.maxima = totals.sums + part, torch.maximum(totals.maxima, largest)
                 totals.losses[0] += loss.detach().double().cpu()

@@ -146,9 +146,12 @@ def _length(share: Share) -> int:
 
 
 def _deal(shares: Sequence[Share], ranks: int, hidden: int, trainer: TrainerConfig) -> list[list[list[Share]]]:
-    """The micro-batches of each rank."""
-    dealt = plan([_length(share) for share in shares], ranks, trainer.micro_batch_tokens, 1 / (12 * hidden))
-    return [[[shares[i] for i in micro] for micro in rank] for rank in dealt]
+    """The micro-batches of each rank; neighbouring ranks that share rows get the same."""
+    together = trainer.sequence_parallel
+    lengths = [_length(share) for share in shares]
+    dealt = plan(lengths, ranks // together, trainer.micro_batch_tokens * together, 1 / (12 * hidden))
+    works = [[[shares[i] for i in micro] for micro in rank] for rank in dealt]
+    return [works[rank // together] for rank in range(ranks)]
 
 
 def token_advantages(sequence: TrainSequence) -> NDArray[np.float32]:

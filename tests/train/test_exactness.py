@@ -47,6 +47,7 @@ def train(
     ranks, rank = dist.get_world_size(), dist.get_rank()
     policy = model.load(str(folder), 1.0)
     model.shard(policy, init_device_mesh("cpu", (ranks,)), torch.float32, trainer.activation_checkpointing)
+    model.attend(policy, trainer.attention, trainer.sequence_parallel, torch.device("cpu"), torch.float32)
     assert dist.group.WORLD is not None
     one = Learner(policy, trainer, algorithm, torch.device("cpu"), dist.group.WORLD)
     gradients: dict[str, Tensor] = {}
@@ -130,3 +131,21 @@ def test_activation_checkpointing_does_not_change_the_gradient(model_folder: Pat
     trainer = msgspec.structs.replace(TRAINER, activation_checkpointing=True)
     for outcome in on_ranks(2, train, model_folder, trainer, ALGORITHM):
         same(outcome, whole)
+
+
+@pytest.mark.parametrize(("ranks", "together", "tokens"), [(2, 2, 100_000), (4, 2, 30), (4, 4, 100_000)])
+def test_ranks_that_share_rows_have_the_same_loss_and_gradient(
+    model_folder: Path, whole: Outcome, ranks: int, together: int, tokens: int
+) -> None:
+    """With 4 ranks together, the 2 heads of keys and values are fewer than the ranks."""
+    trainer = msgspec.structs.replace(TRAINER, sequence_parallel=together, micro_batch_tokens=tokens)
+    for outcome in on_ranks(ranks, train, model_folder, trainer, ALGORITHM):
+        same(outcome, whole)
+
+
+def test_ranks_that_share_rows_see_whole_sequences(model_folder: Path) -> None:
+    algorithm = AlgorithmConfig(loss="gspo", clip_low=0.5, clip_high=0.5)
+    (expected,) = on_ranks(1, train, model_folder, TRAINER, algorithm)
+    trainer = msgspec.structs.replace(TRAINER, sequence_parallel=2, activation_checkpointing=True)
+    for outcome in on_ranks(2, train, model_folder, trainer, algorithm):
+        same(outcome, expected)

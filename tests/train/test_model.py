@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -89,16 +87,6 @@ def test_entropy_is_that_of_the_tempered_distribution(model_folder: Path, rows: 
         lm = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
         logits = lm(input_ids=rows[0][None]).logits[0, :-1] / TEMPERATURE
     torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=logits).entropy())
-
-
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=20))
-def test_a_layout_leads_every_token_into_its_block_and_back(lengths: list[int]) -> None:
-    layout = Layout(lengths, torch.device("cpu"))
-    row = torch.arange(sum(lengths))
-    blocks = torch.cat([row[index] for index, _, _ in layout.blocks])
-    assert torch.equal(blocks[layout.inverse], row)
-    assert layout.positions[0].tolist() == [p for n in lengths for p in range(n)]
-    assert len(blocks) <= 1.25 * len(row)
 
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
