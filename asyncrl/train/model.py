@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -211,14 +211,18 @@ def attend(policy: Policy, kernel: str, sequence_parallel: int, device: torch.de
     expected = _packed(policy, rows, device)
     policy.kernel = attention.KERNELS[kernel]
     policy.split = Split(sequence_parallel) if sequence_parallel > 1 else None
-    what = f"trainer.attention: {kernel}"
+    what, remedy = f"trainer.attention: {kernel}", "use blocks"
+    if sequence_parallel > 1:
+        what, remedy = f"{what} with trainer.sequence_parallel = {sequence_parallel}", "use blocks, or 1"
     try:
         difference = float((_packed(policy, rows, device) - expected).abs().mean())
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"{what} does not work here: {line}; use blocks") from error
+        raise ModelError(f"{what} does not work here: {line}; {remedy}") from error
+    if isinstance(policy, FSDPModule):
+        policy.reshard()  # else the root's parameters stay whole for a backward, and the optimiser would be given those
     if not difference < (1e-3 if dtype == torch.float32 else 0.05):
-        raise ModelError(f"{what} gives other logprobs than blocks (off by {difference:.3g} in the mean); use blocks")
+        raise ModelError(f"{what} gives other logprobs than blocks (off by {difference:.3g} in the mean); {remedy}")
 
 
 def _probe(policy: Policy) -> list[Tensor]:
