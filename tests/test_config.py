@@ -176,6 +176,7 @@ IMPOSSIBLE = [
     ("gateway.port", 65536),
     ("gateway.port", -1),
     ("trainer.ranks", 0),
+    ("trainer.sequence_parallel", 0),
     ("trainer.threads", 0),
     ("trainer.learning_rate", 0.0),
     ("trainer.warmup_steps", -1),
@@ -210,6 +211,7 @@ def test_an_impossible_value_is_one_line_with_the_key(key: str, value: Any) -> N
 @pytest.mark.parametrize(
     ("table", "key", "also"),
     [
+        ({"trainer": {"ranks": 3, "sequence_parallel": 2}}, "trainer.sequence_parallel = 2: must divide trainer.ranks"),
         (
             {"rollout": {"batch_groups": 1, "group_size": 2}, "trainer": {"ranks": 3}},
             "trainer.ranks = 3",

@@ -84,6 +84,7 @@ class Rank:
         self._attend(policy)
         if critic is not None:
             model.shard(critic, mesh, self.dtype, recipe.trainer.activation_checkpointing)
+            self._attend(critic)
         reference = None
         if algorithm.kl_coef:
             reference = self._reference(algorithm.reference or recipe.model.path or folder)
@@ -96,9 +97,9 @@ class Rank:
         self.checksum = 0
         """Of the weights that the last step made."""
 
-    def _attend(self, policy: Policy) -> None:
+    def _attend(self, trunk: Policy | Critic) -> None:
         trainer = self.recipe.trainer
-        model.attend(policy, trainer.attention, trainer.sequence_parallel, self.device, self.dtype)
+        model.attend(trunk, trainer.attention, trainer.sequence_parallel, self.device, self.dtype)
 
     def _reference(self, folder: str) -> Policy:
         """The frozen model of the KL term: no gradients, and no master weights of a higher precision."""

@@ -278,7 +278,9 @@ class Learner:
 
     def _normalised(self, updates: Sequence[Sequence[Prepared]]) -> tuple[list[list[Prepared]], dict[str, float]]:
         """With advantages as they are trained, which takes the whole batch, on all ranks; and metrics of it."""
-        moments = sum((p.judged.moments for update in updates for p in update if p.judged), critics.no_moments())
+        moments = critics.no_moments()
+        if self.policy.counts:
+            moments = sum((p.judged.moments for update in updates for p in update if p.judged), moments)
         dist.all_reduce(moments, group=self._control)
 
         def normalised(prepared: Prepared) -> Prepared:
@@ -330,7 +332,8 @@ class Learner:
     def _value_loss(self, values: Tensor, judged: Judged, totals: Totals) -> Tensor:
         """To be minimised beside the policy's; bare, it is added to ``totals``."""
         loss, clipped = critics.value_loss(values, judged, self._algorithm.value_clip)
-        totals.losses[1:] += torch.stack([loss.detach(), clipped]).double().cpu()
+        if self.policy.counts:
+            totals.losses[1:] += torch.stack([loss.detach(), clipped]).double().cpu()
         return self._algorithm.value_coef * loss
 
     def _outcome(self, totals: Totals) -> Outcome:

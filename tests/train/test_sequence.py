@@ -6,13 +6,19 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+import torch.distributed as dist
 
-from asyncrl.config import AlgorithmConfig, TrainerConfig
+from asyncrl.config import AlgorithmConfig, ModelConfig, Recipe, TrainerConfig
 from asyncrl.train.client import HttpTrainer, train_request
+from asyncrl.train.rank import Rank
 from asyncrl.train.work import plan_work
 
-from .batches import VOCABULARY, make_advantages, make_batch
+from .batches import VOCABULARY, make_advantages, make_batch, make_rewards
+from .ranks import on_ranks
 from .test_worker import RECIPE, alone
+
+CPU = torch.device("cpu")
 
 
 def test_neighbouring_ranks_get_the_same_rows_with_the_room_of_both() -> None:
@@ -44,3 +50,30 @@ async def test_a_job_of_two_ranks_that_share_rows_makes_the_step_of_one(model_fo
     _, expected = alone(model_folder, 1)
     for name in ("loss", "grad_norm", "entropy", "kl", "ratio_max", "engine_gap", "clip_fraction", "reference_kl"):
         assert result.metrics[name] == pytest.approx(expected[name], rel=1e-5), name
+
+
+def critic_steps(folder: Path, kind: str, together: int) -> dict[str, float]:
+    """Two steps of two updates each, by this rank."""
+    trainer = TrainerConfig(sequence_parallel=together, learning_rate=1e-5, micro_batch_tokens=64)
+    algorithm = AlgorithmConfig(advantage="gae", credit="token", critic=kind, mini_batches=2)
+    one = Rank(Recipe(model=ModelConfig(path=str(folder)), trainer=trainer, algorithm=algorithm), str(folder), CPU)
+    for step in range(2):
+        batch = make_batch(step, seed=step, groups=2)
+        works = plan_work(
+            train_request(batch, make_rewards(batch, step)),
+            ranks=dist.get_world_size(),
+            vocabulary=VOCABULARY,
+            hidden=32,
+            trainer=trainer,
+            algorithm=algorithm,
+        )
+        metrics = one.train(works[dist.get_rank()])
+    return metrics
+
+
+@pytest.mark.parametrize("kind", ["value_head", "model"])
+def test_a_critic_shares_rows_too_and_is_counted_once(model_folder: Path, kind: str) -> None:
+    (expected,) = on_ranks(1, critic_steps, model_folder, kind, 1)
+    for metrics in on_ranks(2, critic_steps, model_folder, kind, 2):
+        for name in ("loss", "value_loss", "advantage_std", "explained_variance", "grad_norm"):
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-4), name
