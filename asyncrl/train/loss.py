@@ -36,9 +36,9 @@ class Tokens(Record, frozen=True, kw_only=True):
 
     ``logprobs`` log π_θ, ``behaviour`` log μ, ``proximal`` log π_prox (for ``decoupled_ppo`` and users' losses;
     else log π_θ), ``reference`` log π_ref (None without a KL
-    term), ``entropy`` of π_θ at the token, ``advantages`` A, ``weights`` the share in the batch's mean, ``staleness``
-    (int64) the version being trained minus the one that sampled the token; ``lengths`` ``[sequences]`` (int64) the
-    number of tokens of each sequence.
+    term), ``entropy`` of π_θ at the token, ``advantages`` A, ``weights`` the share in the batch's mean (up to a factor
+    that all tokens share, where the batch is streamed), ``staleness`` (int64) the version being trained minus the one
+    that sampled the token; ``lengths`` ``[sequences]`` (int64) the number of tokens of each sequence.
     """
 
     logprobs: Tensor
