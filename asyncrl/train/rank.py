@@ -118,7 +118,8 @@ class Rank:
     def train(self, work: Work) -> dict[str, float]:
         """One step; see ``Learner.step``."""
         metrics = self.learner.step(work)
-        trained = (p for p in self.learner.policy.parameters() if p.requires_grad)
+        models = filter(None, (self.learner.policy, self.learner.critic))
+        trained = (p for one in models for p in one.parameters() if p.requires_grad)
         shards = [p.to_local() if isinstance(p, DTensor) else p for p in trained]
         total = torch.stack([sum_of_words(shard) for shard in shards]).sum().cpu()
         dist.all_reduce(total, group=self.channel.group)

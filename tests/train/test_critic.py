@@ -25,6 +25,7 @@ from asyncrl.train.model import ModelError
 from asyncrl.train.rank import Rank
 from asyncrl.train.step import NotFinite
 from asyncrl.train.work import StepRefused, Work, plan_work, step_lengths
+from asyncrl.wire import TrainReq, TrainSequence
 
 from . import reference
 from .batches import VOCABULARY, make_batch, make_rewards
@@ -277,6 +278,49 @@ def test_values_learn_the_returns_at_a_rate_of_their_own(model_folder: Path, kin
     assert seen[0]["lr"] == seen[-1]["lr"] == 1e-3
 
 
+def test_a_policy_learns_from_its_own_samples_by_a_critic(model_folder: Path) -> None:
+    """Four tokens a turn, of which those below 32 are wanted; the reward comes with the last."""
+    trainer = msgspec.structs.replace(TRAINER, learning_rate=1e-2, weight_decay=0.0, micro_batch_tokens=4096)
+    one = rank(model_folder, seed=None, trainer=trainer, gamma=1.0, epochs=2)
+    served = AutoModelForCausalLM.from_pretrained(model_folder)
+    generator = torch.Generator().manual_seed(0)
+    scores = []
+    for step in range(25):
+        (bucket,) = one.gather(keep=True)
+        served.load_state_dict(bucket, strict=False)
+        tokens = torch.randint(VOCABULARY, (32, 3), generator=generator)
+        logprobs = torch.zeros(32, 3)
+        for _ in range(4):
+            with torch.no_grad():
+                logs = served(input_ids=tokens).logits[:, -1].log_softmax(-1)
+            drawn = torch.multinomial(logs.exp(), 1, generator=generator)
+            tokens, logprobs = torch.cat([tokens, drawn], 1), torch.cat([logprobs, logs.gather(1, drawn)], 1)
+        rewards = (tokens[:, 3:] < 32).float().mean(1).tolist()
+        sequences = [
+            TrainSequence(
+                tokens=row.int().numpy().tobytes(),
+                loss_mask=b"\0\0\0\1\1\1\1",
+                logprobs=logs.numpy().tobytes(),
+                versions=np.full(7, step, np.int32).tobytes(),
+                turn_ends=(7,),
+                turn_rewards=(reward,),
+            )
+            for row, logs, reward in zip(tokens, logprobs, rewards, strict=True)
+        ]
+        (work,) = plan_work(
+            TrainReq(step=step, sequences=sequences),
+            ranks=1,
+            vocabulary=VOCABULARY,
+            hidden=32,
+            trainer=trainer,
+            algorithm=one.recipe.algorithm,
+        )
+        one.learner.step(work)
+        scores.append(np.mean(rewards))
+    assert np.mean(scores[:3]) < 0.65
+    assert np.mean(scores[-3:]) > 0.9
+
+
 def test_a_sequence_without_rewards_teaches_nothing(model_folder: Path) -> None:
     """A batch of which all was cut off and is to be filtered."""
     one = rank(model_folder)
@@ -324,7 +368,8 @@ def on_rank(folder: Path, critic: str) -> tuple[dict[str, float], dict[str, Tens
             trainer=TRAINER,
             algorithm=one.recipe.algorithm,
         )
-        metrics = one.learner.step(works[dist.get_rank()])
+        metrics = one.train(works[dist.get_rank()])
+    assert one.checksum
     return metrics, {name: t for name, t in state(one).items() if not name.startswith(("optimizer.", "random."))}
 
 
