@@ -287,6 +287,7 @@ def test_paths_are_relative_to_the_recipe_s_folder(tmp_path: Path, monkeypatch: 
         setup.script = "setup.py"
         task = {train = "build/train.jsonl", heldout = "/data/heldout.jsonl"}
         env.target = "env.py:Guess"
+        env.kwargs = {data = "./build/games", other = "../games", style = "plain", size = 3, url = "a/b"}
         engine.script = "start.py"
         weights.folder = "w"
         """,
@@ -300,6 +301,13 @@ def test_paths_are_relative_to_the_recipe_s_folder(tmp_path: Path, monkeypatch: 
     assert recipe.task.train == str(folder / "build" / "train.jsonl")
     assert recipe.task.heldout == "/data/heldout.jsonl"
     assert recipe.env.target == f"{folder / 'env.py'}:Guess"
+    assert recipe.env.kwargs == {
+        "data": str(folder / "build" / "games"),
+        "other": str(tmp_path / "recipes" / "games"),
+        "style": "plain",
+        "size": 3,
+        "url": "a/b",
+    }
     assert recipe.engine.script == str(folder / "start.py")
     assert recipe.weights.folder == str(folder / "w")
 

@@ -372,6 +372,11 @@ def _resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
         module, colon, name = text.partition(":")
         return f"{absolute(module)}{colon}{name}" if colon and module.endswith(".py") else text
 
+    def paths(kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Only what says that it is a path: ``./…`` or ``../…``."""
+        starts = ("./", "../")
+        return {k: absolute(v) if isinstance(v, str) and v.startswith(starts) else v for k, v in kwargs.items()}
+
     replace = msgspec.structs.replace
 
     def samples(section: S) -> S:
@@ -385,11 +390,17 @@ def _resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
         model=replace(recipe.model, path=absolute(recipe.model.path)),
         setup=replace(recipe.setup, script=absolute(recipe.setup.script), out=absolute(recipe.setup.out)),
         sources={
-            name: replace(s, train=absolute(s.train), heldout=absolute(s.heldout), target=target(s.target))
+            name: replace(
+                s,
+                train=absolute(s.train),
+                heldout=absolute(s.heldout),
+                target=target(s.target),
+                kwargs=None if s.kwargs is None else paths(s.kwargs),
+            )
             for name, s in recipe.sources.items()
         },
         task=replace(recipe.task, train=absolute(recipe.task.train), heldout=absolute(recipe.task.heldout)),
-        env=replace(recipe.env, target=target(recipe.env.target)),
+        env=replace(recipe.env, target=target(recipe.env.target), kwargs=paths(recipe.env.kwargs)),
         engine=replace(recipe.engine, script=absolute(recipe.engine.script)),
         sim=replace(
             samples(recipe.sim),

@@ -51,6 +51,8 @@ class EnvConfig(Section, frozen=True, kw_only=True):
     """``package.module:Class``, or ``file.py:Class`` relative to the recipe. An ``Env`` or ``SyncEnv`` class, or a
     reward function."""
     kwargs: dict[str, Any] = {}
+    """Arguments of the class or the reward function. A text that begins with ``./`` or ``../`` is a path, relative to
+    the recipe's folder as all paths are."""
     workers: int = 0
     """Most processes of a ``SyncEnv``. 0: as many as ``rollout.num_envs`` objects need, at least one a core."""
     memory_mb: int = 0
