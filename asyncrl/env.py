@@ -211,5 +211,8 @@ class Agent(Protocol):
     ) -> Reply:
         """What follows plain text, or token ids."""
 
+    async def over(self) -> None:
+        """Wait until the episode has been asked for more than ``env.max_turns``, by whichever way."""
+
     def reward(self, value: float) -> None:
         """Credit the last reply. What the rollout function returns is added to the last one of all."""

@@ -47,6 +47,7 @@ class Child:
         log: Path,
         env: Mapping[str, str],
         stdin: int = asyncio.subprocess.DEVNULL,
+        cwd: str | Path | None = None,
     ) -> Child:
         """Start ``argv`` with ``env`` on top of this process's environment; output goes to ``log``, appended. ``stdin``
         is a file descriptor."""
@@ -62,6 +63,7 @@ class Child:
                     stdout=output,
                     stderr=output,
                     env={**os.environ, **env},
+                    cwd=cwd,
                     start_new_session=True,
                     preexec_fn=die_with_parent,
                 )

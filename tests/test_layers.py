@@ -31,6 +31,7 @@ SAME_LEVEL = {
     ("env_workers", "processes"): "a worker is a child process",
     ("env_workers", "loading"): "a worker imports the class that the recipe names",
     ("train", "processes"): "the torchrun job is a child process",
+    ("envs", "processes"): "an agent program is a child process",
     ("train", "checksum"): "what the sending end of a transport says of each tensor",
     ("serve", "checksum"): "and the receiving end compares",
     ("train", "loading"): "a user's loss is named as an environment is",

@@ -87,6 +87,7 @@ class Session:
         self._early = 0.0
         """Reward from before the first generation."""
         self._over = False
+        self._spent = asyncio.Event()
         self.base_url = ""
         self.api_key = ""
         self.metrics: dict[str, float] = {}
@@ -146,6 +147,9 @@ class Session:
         message = {"role": "assistant", "content": text}
         return _reply(completion, text, message, [], prompt_tokens=end.length - len(completion.output_ids))
 
+    async def over(self) -> None:
+        await self._spent.wait()
+
     def reward(self, value: float) -> None:
         if self._over:
             raise EpisodeOver("the episode has ended")
@@ -195,6 +199,7 @@ class Session:
             raise ValueError("the prompt is empty, so there is nothing to continue")
         if self._begun >= self._limits.max_turns and not self._over:
             self.finish_reason = "length"
+            self._spent.set()
             raise EpisodeOver(f"the episode has had its env.max_turns = {self._limits.max_turns} generations")
         room = self._limits.max_tokens - len(prompt)
         if room < 1:

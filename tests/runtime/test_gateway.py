@@ -38,7 +38,13 @@ async def client_of(agent: Agent) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 async def play(
-    folder: Path, program: Program, answer: Answer = lambda prompt: "yes ab", *, seconds: float = 0.0, **limits: Any
+    folder: Path,
+    program: Program,
+    answer: Answer = lambda prompt: "yes ab",
+    *,
+    seconds: float = 0.0,
+    idle_timeout_s: float = 20.0,
+    **limits: Any,
 ) -> Played:
     tokenizer = make_tokenizer(folder, "qwen2.5")
     speaker = Speaker(tokenizer, answer, seconds=seconds)
@@ -56,7 +62,7 @@ async def play(
         proxy=proxy,
         template=ChatTemplate(tokenizer),
         limits=SessionLimits(**{"max_turns": 10, "max_new_tokens": 200, "max_tokens": 1000, **limits}),
-        idle_timeout_s=20,
+        idle_timeout_s=idle_timeout_s,
         admit=gateway.admit,
     )
     try:
