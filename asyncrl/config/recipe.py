@@ -228,6 +228,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Begin with groups that are certain of the next batch while the rest of it is generated: as soon as they fill a
     micro-batch on every rank, and as far as they are of its first mini-batch. The gradient is the same, to rounding."""
     activation_checkpointing: bool = False
+    offload: Literal["none", "optimizer"] = "none"
+    """``optimizer``: AdamW's moments (8 bytes a parameter) are in pinned host memory but during updates."""
     attention: Literal["auto", "blocks", "varlen", "flash", "flex"] = "auto"
     """``auto``: on CUDA in half precision ``flash`` (the flash-attn package) where installed, else ``varlen`` (torch's
     own FlashAttention), or ``flex`` (FlexAttention) for models with soft caps; elsewhere ``blocks`` (torch's scaled dot

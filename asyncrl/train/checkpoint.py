@@ -79,7 +79,9 @@ class Checkpoints:
         """Copy the state, and have it written into ``folder``, as all ranks do. On rank 0, ``finish`` is called on the
         thread when all have written theirs, and everything there happens ``within`` a context."""
         self.wait()
-        state = {name: tensor.to("cpu", copy=True) for name, tensor in _tensors(self._learner)}
+        offload = self._learner.offload
+        with nullcontext() if offload is None else offload.present():
+            state = {name: tensor.to("cpu", copy=True) for name, tensor in _tensors(self._learner)}
         state |= _random_states(dist.get_rank())
         about = Description(
             format=FORMAT,

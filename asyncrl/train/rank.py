@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from asyncrl.checksum import sum_of_words
-from asyncrl.config import Recipe
+from asyncrl.config import Recipe, RecipeError
 from asyncrl.core.types import Record
 from asyncrl.loading import load_own
 from asyncrl.train import lora, model
@@ -63,6 +63,8 @@ class Rank:
         self.dtype = getattr(torch, recipe.model.dtype)
         self.channel = Channel()
         algorithm = recipe.algorithm
+        if recipe.trainer.offload != "none" and device.type != "cuda":
+            raise RecipeError("trainer.offload: needs a GPU; on a CPU everything is in host memory anyway, use none")
         loss = load_own(algorithm.loss, "algorithm.loss") or LOSSES[algorithm.loss]
         check_loss(loss, algorithm)
         policy = model.load(folder, recipe.rollout.temperature or 1.0)

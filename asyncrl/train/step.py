@@ -31,6 +31,7 @@ from asyncrl.train import statistics
 from asyncrl.train.critic import Judged
 from asyncrl.train.loss import LOSSES, LossFunction, Tokens, interpolated, policy_loss
 from asyncrl.train.model import Critic, Policy, Scores, critic_parameters
+from asyncrl.train.offload import Offload
 from asyncrl.train.work import Packed, Part, Share, StepRefused, Work, pack
 
 
@@ -136,6 +137,7 @@ class Learner:
                 if chosen := [p for p in trained if (p.ndim >= 2) == matrices]:
                     groups.append({"params": chosen, "weight_decay": decay, "full_lr": rate})
         self.optimizer = torch.optim.AdamW(groups, lr=trainer.learning_rate, betas=trainer.betas)
+        self.offload = Offload(self.optimizer) if trainer.offload == "optimizer" else None
 
     @property
     def learning_rate(self) -> float:
