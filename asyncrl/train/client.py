@@ -67,7 +67,7 @@ class HttpTrainer:
         self._job: TorchrunJob | None = None
         self._session: aiohttp.ClientSession | None = None
         self._info: TrainerInfo | None = None
-        self._fed_step = 0
+        self._fed_step = -1
         self._fed: list[int] = []
         """Ids of the trajectories that the job was fed for ``_fed_step``, in that order."""
         self._fed_sequences = 0
@@ -122,7 +122,7 @@ class HttpTrainer:
         return reply.metrics["micro_batches"] > 0
 
     async def train_step(self, batch: Batch, advantages: Sequence[Advantage]) -> StepResult:
-        fed, self._fed = self._fed if batch.step == self._fed_step else [], []
+        fed, self._fed_step = self._fed if batch.step == self._fed_step else [], -1
         if self._recipe.algorithm.mini_batches > 1 and any(t.segment_ends for t in batch.trajectories):
             fed = []  # segments have moved the border of the first mini-batch; send the batch whole
         reply = await self._command("train_step", train_request(batch, advantages, fed))
