@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from asyncrl.env import Action, EnvDown, Step, SyncEnv, Task
 from asyncrl.env_workers.pool import EnvProcesses, RemoteEnv
@@ -86,6 +87,16 @@ async def test_an_episode_is_played_in_another_process(tmp_path: Path) -> None:
         ids = Action(text="ids", token_ids=array("i", [5, 6]), finish_reason="stop")
         assert (await env.step(ids)).observation == "[5, 6]"
     assert not alive(pid)
+
+
+def test_uvloop_plays_one_too(tmp_path: Path) -> None:
+    async def main() -> None:
+        envs = pool(tmp_path)
+        async with running(envs):
+            env, _ = await begun(envs)
+            assert (await env.step(act("go"))).observation == "did go"
+
+    uvloop.run(main())
 
 
 async def test_what_user_code_raises_comes_out_in_one_line_with_its_traceback(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 ENV = """
-import asyncio, random, time
+import asyncio, os, random, time
 import asyncrl
 
 def reward(task, response):
@@ -45,6 +45,25 @@ class Moody(asyncrl.Env):
         if mood < 0.05:
             time.sleep(1000)
         await asyncio.sleep(0.01)
+        return asyncrl.Step(observation="1=", reward=action.text.count("0") / 12, done=self.turn == 2)
+
+class Engine(asyncrl.SyncEnv):
+    # The same, blocking; now and then its process dies.
+    cost = asyncrl.Cost(per_process=8)
+
+    def reset(self, task):
+        self.turn = 0
+        return task.data["prompt"]
+
+    def step(self, action):
+        self.turn += 1
+        mood = random.random()
+        if mood < 0.02:
+            raise ValueError("bad move")
+        if mood < 0.03:
+            time.sleep(1000)
+        if mood < 0.04:
+            os._exit(3)
         return asyncrl.Step(observation="1=", reward=action.text.count("0") / 12, done=self.turn == 2)
 """
 

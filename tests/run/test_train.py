@@ -239,3 +239,26 @@ def test_raising_hanging_and_blocking_environments_cost_only_their_episodes(trai
     failed = run.summary["reasons"]["failed"]
     assert sum(failed.values()) == run.summary["ledger"]["failed"] > 0
     assert {reason.partition(" ")[0] for reason in failed} == {"step:"}
+
+
+def test_an_engine_that_blocks_and_dies_is_played_in_processes_of_its_own(train: Start) -> None:
+    run = train(
+        *set_(
+            "env.target=env.py:Engine",
+            "env.max_turns=2",
+            "env.step_timeout_s=1",
+            "env.retries=3",
+            "env.backoff_s=0.1",
+            "env.max_failure_rate=0.9",
+            "env.max_infra_failure_rate=0.9",
+            "run.steps=8",
+        )
+    )
+    assert run.wait(200) == 0, run.text()
+    run.check_ended_cleanly()
+    assert run.summary["ledger"]["consumed"] == 8 * 16
+    failed = run.summary["reasons"]["failed"]
+    assert any(reason.startswith("infra: step: its worker process exited with 3") for reason in failed), failed
+    last = run.lines("metrics.jsonl")[-1]
+    assert last["envs/failed_task"] + last["envs/failed_infra"] <= sum(failed.values())
+    assert last["envs/failed_infra"] > 0
