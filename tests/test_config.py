@@ -108,7 +108,7 @@ def test_an_override_that_is_no_assignment_is_refused(tmp_path: Path, text: str)
     [
         ({"nme": "x"}, "nme: unknown key; did you mean 'name'?"),
         ({"engine": {"cuont": 1}}, "engine.cuont: unknown key; did you mean 'count'?"),
-        ({"update": {"zzz": 1}}, "update.zzz: unknown key; known are running"),
+        ({"update": {"zzz": 1}}, "update.zzz: unknown key; known are overlap, running"),
         ({"seed": "x"}, "seed: expected `int`, got `str`"),
         ({"run": {"steps": 2.5}}, "run.steps: expected `int`, got `float`"),
         ({"staleness": {"bound": True}}, "staleness.bound: expected `float`, got `bool`"),

@@ -180,6 +180,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         observer=world.observer,
         checkpoint=world.checkpoint,
         checkpoint_every=recipe.checkpoint_every,
+        overlap=recipe.overlaps_update,
         streamed_groups=recipe.streamed_groups,
         services=(*world.services, world.trainer.watch, *(played.envs.run for played in world.sources.values())),
     )

@@ -142,7 +142,7 @@ async def train(
 
     async def last_checkpoint() -> None:
         """What has been trained is kept, if that can be done in time; a second interrupt cuts it short."""
-        version = 0 if run is None else run.parameters.version
+        version = 0 if run is None else run.parameters.newest
         if keeper.has(version) or not job.alive or not recipe.run.last_checkpoint_s:
             return
         progress.note("writing a last checkpoint")

@@ -167,6 +167,9 @@ class StalenessConfig(Section, frozen=True, kw_only=True):
 class UpdateConfig(Section, frozen=True, kw_only=True):
     running: Literal["interrupt", "drain"] = "interrupt"
     """What a weight update does to running requests: cut them and go on with their tokens, or let them end first."""
+    overlap: bool = True
+    """The next train step begins when the new weights are gathered, while the servers take them (StaleFlow figure 21).
+    Where groups of an older version may be trained: ``inflight_cap`` with a ``staleness.bound`` above 0."""
 
 
 class EngineConfig(Section, frozen=True, kw_only=True):
@@ -315,6 +318,11 @@ class Recipe(Section, frozen=True, kw_only=True):
         if not self.sources:
             return {"": Source(weight=1.0, task=self.task, env=self.env)}
         return {name: _source(config, self.task, self.env) for name, config in self.sources.items()}
+
+    @property
+    def overlaps_update(self) -> bool:
+        """Whether a train step may begin before the servers hold the version that it starts from."""
+        return self.update.overlap and self.staleness.control == "inflight_cap" and self.staleness.bound > 0
 
     @property
     def checkpoint_every(self) -> int:

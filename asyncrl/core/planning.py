@@ -202,6 +202,7 @@ def predict(s: System, w: Workload) -> Prediction:
     started = batch * w.held(x) / s.kept
     trained_per_s = s.tokens_per_s * s.trainer_gpus**s.scaling
     train_s = s.fixed_s + batch * (w.observed + w.generated * trained_length) / trained_per_s
+    # Without update.overlap; with it a run that training binds is shorter, by up to deliver_s a step.
     cycle_s = train_s + s.prepare_s + s.deliver_s
     again = 0.0 if s.drain else (n + full.rate * w.wait / s.servers) * w.context * s.cost.k5
     pause = s.deliver_s + again

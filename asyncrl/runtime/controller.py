@@ -1,21 +1,24 @@
 """AsyncController: the root TaskGroup, the train loop and the end of a run (ROLL Flash §4.2).
 
       EnvManager × num_envs ──put──▶ SampleBuffer ──get_batch──▶ ┌─────────── train loop ───────────┐
-        ▲    │ lease                      ▲          (get_part)  │ get_batch → train_step → publish │
+        ▲    │ lease                      ▲          (get_part)  │ get_batch → train_step → prepare │
         │    └── generate ──▶ LLMProxy    └──── set_version ──── └──────────────────────────────────┘
         └────────────────────────┘ ▲                                        │
-                                   └── suspend · load · resume ─────────────┘
+                                   └── suspend · load · resume ◀── deliver ─┘
 
     loop          waits for                                  woken by
     train loop    get_part, get_batch; feed, train_step;     an occupy, the last occupy; the trainer;
-                  publish                                    the servers
+                  prepare; the delivery before               the servers
+    deliver       the servers, one version at a time         the servers
     EnvManager    a lease; a completion; the env             admission; the proxy; the user's code
     proxy.watch   a server that failed                       mark_down
     services      whatever the composition root adds (progress, flushing)
 
 Training overlaps generation by as much as the staleness control admits: with α = 0 nothing is admitted until the new
 version is live, so the same loop is synchronous. Streaming overlaps it with the rest of the same batch's rollout too:
-what is certain of the batch is trained while its last groups run. The first exception of any child cancels all others;
+what is certain of the batch is trained while its last groups run. With ``overlap`` a step begins while the servers
+still take the version that it starts from: admission goes by what they hold, and the trainer is never two versions
+ahead of them when it begins another. The first exception of any child cancels all others;
 afterwards the ledger must balance, or that is the error.
 """
 
@@ -68,6 +71,7 @@ class AsyncController:
         observer: Observer,
         checkpoint: Callable[[int], Awaitable[None]],
         checkpoint_every: int = 0,
+        overlap: bool = False,
         streamed_groups: int = 0,
         services: Sequence[Service] = (),
     ) -> None:
@@ -84,6 +88,9 @@ class AsyncController:
         self._observer = observer
         self._checkpoint = checkpoint
         self._checkpoint_every = checkpoint_every
+        self._overlap = overlap
+        self._delivery: asyncio.Task[None] | None = None
+        """Puts the newest version on the servers."""
         self._streamed_groups = streamed_groups
         self._services = services
         proxy.on_return = parameters.restore
@@ -98,7 +105,8 @@ class AsyncController:
                 await self._evaluate()
                 managers = [root.create_task(manager.run()) for manager in self._env_managers]
                 for step in range(self._parameters.version, self._steps):
-                    await self._step(step)
+                    await self._step(step, root)
+                await self._delivered()
                 self._buffer.close(reason)
                 await _stop(managers)
                 await self._evaluate()
@@ -111,8 +119,8 @@ class AsyncController:
             self._buffer.close(reason)
             self._buffer.ledger.check_balanced()
 
-    async def _step(self, step: int) -> None:
-        """Consume one batch, train on it, put the new version on the servers."""
+    async def _step(self, step: int, root: asyncio.TaskGroup) -> None:
+        """Consume one batch, train on it, gather the new version and have it put on the servers."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         streamed_s = await self._stream(step) if self._streamed_groups else 0.0
@@ -121,8 +129,11 @@ class AsyncController:
         result = await self._trainer.train_step(batch, self._advantages(batch))
         trained = loop.time()
         self._observer.span("trainer", "train", got, trained, {"version": step})
-        await self._parameters.publish(result.version)
-        self._buffer.set_version(result.version)
+        await self._delivered()  # the version before, which the next would take the place of
+        await self._parameters.prepare(result.version)
+        self._delivery = root.create_task(self._deliver(result.version))
+        if not self._overlap:
+            await self._delivered()
         ended = loop.time()
         snapshot = self._buffer.snapshot()
         self._observer.step(
@@ -152,6 +163,15 @@ class AsyncController:
         )
         if self._checkpoint_every and (step + 1) % self._checkpoint_every == 0 and step + 1 < self._steps:
             await self._checkpoint(result.version)
+
+    async def _deliver(self, version: int) -> None:
+        await self._parameters.deliver(version)
+        self._buffer.set_version(version)
+
+    async def _delivered(self) -> None:
+        """Wait until the servers hold what was prepared last. If that fails the TaskGroup cancels this."""
+        if self._delivery is not None:
+            await asyncio.wait([self._delivery])
 
     async def _stream(self, step: int) -> float:
         """Until the batch is complete, have the trainer begin with what is certain of it; the seconds of its passes."""

@@ -1,7 +1,8 @@
 """ParameterServer: which version the trainer and each server hold, and the way of new weights to the servers.
 
-    publish()   suspend → model_update → resume (ROLL Flash §4.2). What needs no pause (gather, write) is done before
-                the servers are suspended, so that they stand still only while they load.
+    prepare()   what needs no pause (gather, write), but the trainer: its next step begins after it.
+    deliver()   suspend → model_update → resume (ROLL Flash §4.2), so the servers stand still only while they load; the
+                trainer's next step may run meanwhile (StaleFlow figure 21).
     restore()   brings a server that came back after a failure to the current version; used by LLMProxy.watch.
 
 A transport has the newest version, and older ones only perhaps. So while an update is on its way, a server that needs
@@ -53,15 +54,23 @@ class ParameterServer:
         """The version that all servers in use hold."""
         return self._version
 
-    async def publish(self, version: int) -> None:
-        """Every server that is up holds ``version`` when this returns. With none up it waits for one to come back
-        (``LLMProxy.watch`` ends the run when that takes too long)."""
+    @property
+    def newest(self) -> int:
+        """The newest version that was trained, as far as is known here: on its way to the servers, or there."""
+        return self._announced
+
+    async def prepare(self, version: int) -> None:
+        """Make ``version`` ready, in place of the one before, which must have been delivered."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         self._announced = version
         await self._trainer.attempt(lambda: self._transport.prepare(version))
         self._prepared = version
         self._observer.span("controller", "prepare weights", started, loop.time(), {"version": version})
+
+    async def deliver(self, version: int) -> None:
+        """Every server that is up holds ``version`` when this returns. With none up it waits for one to come back
+        (``LLMProxy.watch`` ends the run when that takes too long)."""
         while version > self._version:
             await self._proxy.available.wait()
             await self._trainer.attempt(lambda: self._update(version))
@@ -96,7 +105,8 @@ class ParameterServer:
             for instance in instances:
                 instance.version = min(instance.version, version)
             self._version = -1
-            await self.publish(version)
+            await self.prepare(version)
+            await self.deliver(version)
 
     async def restage(self, version: int) -> None:
         """A trainer that was started again has reached ``version``: make good what the servers still need of the one

@@ -1,7 +1,8 @@
 """ROLL Flash's asynchronous ratio α (papers: ROLL Flash §4.3) as a cap on groups in flight, with a bound per sample.
 
 Let B be groups a batch, n the step to be trained next (the version of the weights before it), v ≤ n the version on the
-servers when a group starts (its V_traj), R the redundant groups allowed. Two rules:
+servers when a group starts (its V_traj), R the redundant groups allowed. While a step is trained v is n − 1; while new
+weights are on their way beside it, n − 2. No proof below needs more than v ≤ n. Two rules:
 
 * Admission. A group may start on version v iff  C + L < ⌊(v + 1 + α)·B⌋ + R  and  v + ⌈α⌉ ≥ n,  where C = n·B groups
   were consumed and L are live (started, neither consumed nor released). With v = n and R = 0: L < (1+α)·B, the paper's
