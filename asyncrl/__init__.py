@@ -20,6 +20,7 @@ from asyncrl.env import (
     Task,
     ToolCall,
 )
+from asyncrl.envs.program import run_program
 
 __all__ = [
     "Action",
@@ -36,6 +37,7 @@ __all__ = [
     "Task",
     "ToolCall",
     "__version__",
+    "run_program",
 ]
 
 __version__ = "0.1.0"
