@@ -308,5 +308,5 @@ class Observer(Protocol):
         the run began), ``buffer/reserved``, ``buffer/occupied`` (groups), ``envs/failed_task``,
         ``envs/failed_infra`` and ``envs/retried``."""
 
-    def eval(self, version: int, accuracy: float, n: int) -> None:
-        """Policy ``version`` played ``n`` held-out tasks."""
+    def eval(self, version: int, accuracy: float, n: int, details: Mapping[str, float] = ...) -> None:
+        """Policy ``version`` played ``n`` held-out episodes; ``details`` are those of ``core.evaluation``."""

@@ -17,9 +17,10 @@ from asyncrl.core.policy.routing import ROUTING
 from asyncrl.core.staleness import make_control
 from asyncrl.core.types import Batch, Task
 from asyncrl.ports import Blocking, Engine, EnvSource, Observer, Tokenizer, WeightTransport
-from asyncrl.runtime.controller import AsyncController, Evaluation, Service
+from asyncrl.runtime.controller import AsyncController, Service
 from asyncrl.runtime.conversation import ChatTemplate
 from asyncrl.runtime.env_manager import EnvManager, EpisodeLimits, EpisodePlayer, EpisodePlayers, Player
+from asyncrl.runtime.evaluation import Evaluator
 from asyncrl.runtime.gateway import Gateway
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.parameter_server import ParameterServer
@@ -172,16 +173,24 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         parameters=parameters,
         trainer=world.trainer,
         env_managers=managers,
-        player=player,
-        failures=failures,
-        evaluation=Evaluation(
-            tasks=heldout, temperature=recipe.run.eval_temperature, concurrency=recipe.rollout.num_envs
+        evaluator=Evaluator(
+            tasks=heldout,
+            samples=recipe.run.eval_samples,
+            temperature=recipe.run.eval_temperature,
+            concurrency=rollout.num_envs,
+            share=recipe.run.eval_share,
+            players=player,
+            failures=failures,
+            proxy=proxy,
+            parameters=parameters,
+            observer=world.observer,
         ),
         observer=world.observer,
         checkpoint=world.checkpoint,
         checkpoint_every=recipe.checkpoint_every,
         overlap=recipe.overlaps_update,
         streamed_groups=recipe.streamed_groups,
+        eval_every=recipe.run.eval_every,
         services=(*world.services, world.trainer.watch, *(played.envs.run for played in world.sources.values())),
     )
     return Run(controller=controller, advantages=advantages, buffer=buffer, proxy=proxy, parameters=parameters)

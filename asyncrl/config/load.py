@@ -95,6 +95,7 @@ def check(recipe: Recipe) -> None:
         "trainer.sequence_parallel": t.sequence_parallel,
         "trainer.lora_alpha": t.lora_alpha,
         "run.steps": recipe.run.steps,
+        "run.eval_samples": recipe.run.eval_samples,
         "weights.bucket_mb": recipe.weights.bucket_mb,
     }
     sim = recipe.sim
@@ -111,6 +112,7 @@ def check(recipe: Recipe) -> None:
         "rollout.temperature": r.temperature,
         "run.eval_temperature": recipe.run.eval_temperature,
         "run.eval_tasks": recipe.run.eval_tasks,
+        "run.eval_every": recipe.run.eval_every,
         "run.checkpoint_every": recipe.run.checkpoint_every,
         "run.keep_checkpoints": recipe.run.keep_checkpoints,
         "run.last_checkpoint_s": recipe.run.last_checkpoint_s,
@@ -265,10 +267,14 @@ def check(recipe: Recipe) -> None:
         r.group_size_redundancy,
         "needs separate requests for the members of a group; set rollout.expand_num_return_sequences = true",
     )
+    share = recipe.run.eval_share
+    _require(0 < share <= 1, "run.eval_share", share, "is a share, more than 0 and at most 1")
     _require(
-        not recipe.run.eval_tasks or any(s.task.heldout for s in recipe.mixture.values()),
-        "run.eval_tasks",
-        recipe.run.eval_tasks,
+        not (recipe.run.eval_tasks or recipe.run.eval_every)
+        or recipe.sim.heldout > 0
+        or any(s.task.heldout for s in recipe.mixture.values()),
+        "run.eval_tasks" if recipe.run.eval_tasks else "run.eval_every",
+        recipe.run.eval_tasks or recipe.run.eval_every,
         "needs held-out rows; set task.heldout",
     )
     for name, source in recipe.mixture.items():

@@ -277,8 +277,15 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
 class RunConfig(Section, frozen=True, kw_only=True):
     steps: int = 100
     eval_tasks: int = 0
-    """Held-out tasks that are played before and after training; 0: all of them."""
+    """Held-out tasks of each source that are played before and after training; 0: all of them."""
     eval_temperature: float = 1.0
+    eval_samples: int = 1
+    """How often each is played; with several, pass@k is estimated too."""
+    eval_every: int = 0
+    """Steps between evaluations while training goes on; 0: none. Each is of one version, which some servers keep until
+    it has ended; with a single server the weight updates wait for it."""
+    eval_share: float = 0.25
+    """Share of the servers, and of what all may run at once, that such an evaluation takes; at least one server."""
     checkpoint_every: int = 0
     """Steps between checkpoints; the last one is always written. See also ``trainer.replay_steps``."""
     keep_checkpoints: int = 3

@@ -106,8 +106,8 @@ class Recorder(Tally):
             self._counted[name] = at
             self._put(("counter", name, at, value))
 
-    def eval(self, version: int, accuracy: float, n: int) -> None:
-        super().eval(version, accuracy, n)
+    def eval(self, version: int, accuracy: float, n: int, details: Mapping[str, float] = NO_ARGS) -> None:
+        super().eval(version, accuracy, n, details)
         self._put(("line", EVALS, msgspec.to_builtins(self.evals[-1])))
 
     # --- Files --------------------------------------------------------------------------------------------------------

@@ -37,12 +37,14 @@ NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Evaluation(Record, frozen=True, kw_only=True):
-    """Policy ``version`` played ``n`` held-out tasks, ``at`` seconds after the run began."""
+    """Policy ``version`` played ``n`` held-out episodes, ``at`` seconds after the run began. ``details``: pass@k, and
+    the accuracy of each of several sources."""
 
     version: int
     accuracy: float
     n: int
     at: float
+    details: Mapping[str, float] = NO_ARGS
 
 
 class Tally(Observer):
@@ -140,8 +142,9 @@ class Tally(Observer):
     def counter(self, name: str, at: float, value: float) -> None:
         self.gauges[name] = value
 
-    def eval(self, version: int, accuracy: float, n: int) -> None:
-        self.evals.append(Evaluation(version=version, accuracy=accuracy, n=n, at=self.clock() - self.start))
+    def eval(self, version: int, accuracy: float, n: int, details: Mapping[str, float] = NO_ARGS) -> None:
+        at = self.clock() - self.start
+        self.evals.append(Evaluation(version=version, accuracy=accuracy, n=n, at=at, details=dict(details)))
 
     # --- What a run came to -------------------------------------------------------------------------------------------
 

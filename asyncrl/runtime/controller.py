@@ -25,33 +25,25 @@ afterwards the ledger must balance, or that is the error.
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from asyncrl.core.advantage import Advantage
-from asyncrl.core.types import Batch, Record, Task
+from asyncrl.core.types import Batch
 from asyncrl.ports import Observer, StepMetrics, Trainer
-from asyncrl.runtime.env_manager import EnvManager, EpisodePlayers
+from asyncrl.runtime.env_manager import EnvManager
+from asyncrl.runtime.evaluation import Evaluator
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.parameter_server import ParameterServer
 from asyncrl.runtime.sample_buffer import SampleBuffer
-from asyncrl.runtime.user_code import EpisodeFailed, FailureWindow
 
 Service = Callable[[], Awaitable[None]]
-
-
-class Evaluation(Record, frozen=True, kw_only=True):
-    """How held-out tasks are played."""
-
-    tasks: Sequence[Task]
-    temperature: float
-    concurrency: int
 
 
 class AsyncController:
     """Runs ``steps`` train steps, with an evaluation before and after when there are held-out tasks.
 
     ``streamed_groups``: so many first groups of a batch may go to the trainer before the others; 0: none.
+    ``eval_every``: steps between evaluations beside training; 0: none.
     ``checkpoint`` is awaited with the version every ``checkpoint_every`` steps (0: only at the end).
     """
 
@@ -65,14 +57,13 @@ class AsyncController:
         parameters: ParameterServer,
         trainer: Trainer,
         env_managers: Sequence[EnvManager],
-        player: EpisodePlayers,
-        failures: Mapping[str, FailureWindow],
-        evaluation: Evaluation,
+        evaluator: Evaluator,
         observer: Observer,
         checkpoint: Callable[[int], Awaitable[None]],
         checkpoint_every: int = 0,
         overlap: bool = False,
         streamed_groups: int = 0,
+        eval_every: int = 0,
         services: Sequence[Service] = (),
     ) -> None:
         self._steps = steps
@@ -82,9 +73,7 @@ class AsyncController:
         self._parameters = parameters
         self._trainer = trainer
         self._env_managers = env_managers
-        self._player = player
-        self._failures = failures
-        self._evaluation = evaluation
+        self._evaluator = evaluator
         self._observer = observer
         self._checkpoint = checkpoint
         self._checkpoint_every = checkpoint_every
@@ -92,6 +81,7 @@ class AsyncController:
         self._delivery: asyncio.Task[None] | None = None
         """Puts the newest version on the servers."""
         self._streamed_groups = streamed_groups
+        self._eval_every = eval_every
         self._services = services
         proxy.on_return = parameters.restore
 
@@ -100,16 +90,18 @@ class AsyncController:
         reason = "run ended"
         try:
             async with asyncio.TaskGroup() as root:
-                background = [root.create_task(_forever(service)) for service in (*self._services, self._proxy.watch)]
+                services = (*self._services, self._proxy.watch, self._evaluator.run)
+                background = [root.create_task(_forever(service)) for service in services]
                 await self._parameters.align()
-                await self._evaluate()
+                await self._evaluator.whole()
                 managers = [root.create_task(manager.run()) for manager in self._env_managers]
                 for step in range(self._parameters.version, self._steps):
                     await self._step(step, root)
                 await self._delivered()
                 self._buffer.close(reason)
                 await _stop(managers)
-                await self._evaluate()
+                await self._evaluator.idle.wait()
+                await self._evaluator.whole()
                 await self._checkpoint(self._parameters.version)
                 await _stop(background)
         except BaseException:
@@ -167,6 +159,8 @@ class AsyncController:
     async def _deliver(self, version: int) -> None:
         await self._parameters.deliver(version)
         self._buffer.set_version(version)
+        if self._eval_every and version % self._eval_every == 0 and version < self._steps:
+            self._evaluator.ask()
 
     async def _delivered(self) -> None:
         """Wait until the servers hold what was prepared last. If that fails the TaskGroup cancels this."""
@@ -185,31 +179,6 @@ class AsyncController:
                 seconds += ended - began
                 self._observer.span("trainer", "train", began, ended, {"version": step, "part": True})
         return seconds
-
-    async def _evaluate(self) -> None:
-        """Play the held-out tasks on the current version, a bounded number at once. A failed episode counts as 0."""
-        evaluation = self._evaluation
-        if not evaluation.tasks:
-            return
-        version = self._parameters.version
-        scores: list[float] = []
-        pending = iter(evaluation.tasks)
-
-        async def play() -> None:
-            for task in pending:
-                try:
-                    [episode] = await self._player.play(task, v_traj=version, temperature=evaluation.temperature)
-                except EpisodeFailed as failure:
-                    scores.append(0.0)
-                    self._failures[task.source].failed(failure)
-                else:
-                    self._failures[task.source].succeeded()
-                    scores.append(episode.metrics.get("accuracy", episode.reward))
-
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(evaluation.concurrency, len(evaluation.tasks))):
-                group.create_task(play())
-        self._observer.eval(version, math.fsum(scores) / len(scores), len(scores))
 
 
 async def _forever(service: Service) -> None:

@@ -63,9 +63,11 @@ class Player(Protocol):
         n: int = 1,
         temperature: float = 1.0,
         top_p: float = 1.0,
+        pinned: bool = False,
         on_running: Callable[[bool], None] = ...,
     ) -> list[Episode]:
-        """``n`` episodes of ``task``. Raises ``EpisodeFailed``."""
+        """``n`` episodes of ``task``, on the servers set aside for an evaluation if ``pinned``. Raises
+        ``EpisodeFailed``."""
 
 
 class EpisodePlayer:
@@ -94,6 +96,7 @@ class EpisodePlayer:
         n: int = 1,
         temperature: float = 1.0,
         top_p: float = 1.0,
+        pinned: bool = False,
         on_running: Callable[[bool], None] = lambda running: None,
     ) -> list[Episode]:
         """``n`` episodes of ``task``; more than one share their first request, so they must have a single turn.
@@ -102,7 +105,7 @@ class EpisodePlayer:
         """
         envs: list[Env] = []
         whole = False
-        sampling = {"temperature": temperature, "top_p": top_p}
+        sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "pinned": pinned}
         try:
             dialogues = [await self._begin(task, envs) for _ in range(n)]
             if n == 1:
@@ -146,7 +149,7 @@ class EpisodePlayer:
         env: Env,
         dialogue: Conversation,
         v_traj: int,
-        sampling: Mapping[str, float],
+        sampling: Mapping[str, Any],
         on_running: Callable[[bool], None],
     ) -> Episode:
         """generate → step → observe, until the environment is done or a limit is reached."""
@@ -166,7 +169,7 @@ class EpisodePlayer:
         self,
         dialogue: Conversation,
         v_traj: int,
-        sampling: Mapping[str, float],
+        sampling: Mapping[str, Any],
         n: int,
         home: str | None,
         on_running: Callable[[bool], None],

@@ -15,17 +15,19 @@ from __future__ import annotations
 import asyncio
 import heapq
 from array import array
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
 from asyncrl.core.policy.routing import RequestView, has_room
-from asyncrl.core.snapshot import FleetSnapshot, InstanceSnapshot
+from asyncrl.core.snapshot import FleetSnapshot
 from asyncrl.core.types import Record
 from asyncrl.ports import Engine, EngineError, EngineInfo, EngineRejected, GenerateRequest, Observer
+from asyncrl.runtime.instance import Instance, Waiting
 
 MAX_FRUITLESS = 20
 """Attempts without a token after which a request is given up: a server that aborts everything must not spin forever."""
+
+NONE_PINNED = "no server holds the evaluation's version any more"
 
 Route = Callable[[RequestView, "list[Instance]"], "Instance | None"]
 
@@ -35,7 +37,8 @@ class FleetDown(Exception):
 
 
 class Prompt(Record, frozen=True, kw_only=True):
-    """What to continue. ``v_traj`` is the oldest version that may generate for it; ``home`` holds its prefix."""
+    """What to continue. ``v_traj`` is the oldest version that may generate for it; ``home`` holds its prefix; one that
+    is ``pinned`` belongs to an evaluation, and only the servers that are set aside for that take it."""
 
     ids: array[int]
     v_traj: int
@@ -43,6 +46,7 @@ class Prompt(Record, frozen=True, kw_only=True):
     temperature: float = 1.0
     top_p: float = 1.0
     home: str | None = None
+    pinned: bool = False
 
 
 class Completion(Record, frozen=True, kw_only=True):
@@ -57,53 +61,6 @@ class Completion(Record, frozen=True, kw_only=True):
     interruptions: int
     waited_s: float
     seconds: float
-
-
-_Waiting = tuple[int, int, RequestView, "asyncio.Future[Instance]"]
-
-
-class Instance:
-    """The book entry of one server; what routing reads (``InstanceView``)."""
-
-    __slots__ = (
-        "down_since",
-        "engine",
-        "held",
-        "max_running",
-        "max_tokens",
-        "name",
-        "running",
-        "tokens",
-        "up",
-        "version",
-    )
-
-    def __init__(self, engine: Engine, info: EngineInfo) -> None:
-        self.engine = engine
-        self.name = engine.name
-        self.version = info.version
-        self.max_running = info.max_running_requests
-        self.max_tokens = info.max_total_tokens
-        self.running = 0
-        self.tokens = 0
-        self.up = True
-        self.down_since = 0.0
-        self.held: deque[_Waiting] = deque()
-        """Requests that wait for this very server: routing chose it though it had no room."""
-
-    def snapshot(self) -> InstanceSnapshot:
-        return InstanceSnapshot(
-            name=self.name,
-            version=self.version,
-            up=self.up,
-            running=self.running,
-            tokens=self.tokens,
-            max_running=self.max_running,
-            max_tokens=self.max_tokens,
-        )
-
-    def __repr__(self) -> str:
-        return f"<Instance {self.name} v{self.version} {'up' if self.up else 'down'} {self.running} running>"
 
 
 class _Reply:
@@ -157,8 +114,10 @@ class LLMProxy:
         self._probe_s = probe_s
         self._patience_s = patience_s
         self._instances: list[Instance] = []
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[Waiting] = []
         """Heap by (V_traj, arrival). Cancelled futures are skipped."""
+        self._evaluating: list[Waiting] = []
+        """The same of pinned requests, which do not stand in the others' way."""
         self._sequence = 0
         self._arrivals = 0
         self._suspended = False
@@ -166,7 +125,7 @@ class LLMProxy:
         self._idle.set()
         self._trouble = asyncio.Event()
         self.available = asyncio.Event()
-        """Set while at least one server is up."""
+        """Set while at least one server is up and may be given weights."""
         self._last_error = ""
         self.generated = 0
         """Tokens received since the start."""
@@ -179,7 +138,7 @@ class LLMProxy:
         """A connected server joins."""
         instance = Instance(engine, info)
         self._instances.append(instance)
-        self.available.set()
+        self._refresh()
         self._report(instance)
         self._assign()
 
@@ -197,7 +156,7 @@ class LLMProxy:
     def mark_up(self, instance: Instance) -> None:
         """A server that failed holds verified weights again."""
         instance.up = True
-        self.available.set()
+        self._refresh()
         self._report(instance)
         self._assign()
 
@@ -205,13 +164,14 @@ class LLMProxy:
         """The server failed: no more requests until it is back. Those it runs come back by themselves."""
         self._last_error = str(error)
         while instance.held:
-            heapq.heappush(self._waiting, instance.held.popleft())
+            waiting = instance.held.popleft()
+            heapq.heappush(self._queue(waiting[2]), waiting)
+        self.unpin(instance)
         if instance.up:
             instance.up = False
+            self._refresh()
             instance.down_since = asyncio.get_running_loop().time()
             self._report(instance)
-            if not any(i.up for i in self._instances):
-                self.available.clear()
             self._observer.instant(instance.name, "down", instance.down_since, {"error": str(error)})
         self._trouble.set()
         self._assign()
@@ -221,7 +181,7 @@ class LLMProxy:
             instances=tuple(i.snapshot() for i in self._instances),
             waiting=sum(
                 1
-                for queue in (self._waiting, *(i.held for i in self._instances))
+                for queue in (self._waiting, self._evaluating, *(i.held for i in self._instances))
                 for *_, future in queue
                 if not future.done()
             ),
@@ -299,6 +259,7 @@ class LLMProxy:
             slots=len(replies),
             home=first.server or prompt.home,
             sequence=arrival,
+            pinned=prompt.pinned,
         )
         asked = asyncio.get_running_loop().time()
         instance = await self._acquire(view)
@@ -356,9 +317,11 @@ class LLMProxy:
 
     async def _acquire(self, view: RequestView) -> Instance:
         """Wait for a server with room; the room is taken when this returns."""
+        if view.pinned and not self.has_pinned:
+            raise EngineRejected(NONE_PINNED)
         future: asyncio.Future[Instance] = asyncio.get_running_loop().create_future()
         self._sequence += 1
-        heapq.heappush(self._waiting, (view.v_traj, self._sequence, view, future))
+        heapq.heappush(self._queue(view), (view.v_traj, self._sequence, view, future))
         self._assign()
         try:
             return await future
@@ -373,18 +336,26 @@ class LLMProxy:
         """Give waiting requests to servers with room, oldest V_traj first; a request that fits nowhere holds its place
         in front, so that long ones do not starve. Where routing names a server without room, only those of the same
         server wait behind it."""
-        while self._waiting and not self._suspended:
-            waiting = self._waiting[0]
+        self._assign_from(self._waiting, self._instances)
+        if self._evaluating:
+            self._assign_from(self._evaluating, [i for i in self._instances if i.pinned])
+
+    def _assign_from(self, queue: list[Waiting], instances: list[Instance]) -> None:
+        while queue and not self._suspended:
+            waiting = queue[0]
             _, _, view, future = waiting
             if not future.done():
-                instance = self._route(view, self._instances)
+                instance = self._route(view, instances)
                 if instance is None:
                     return
                 if instance.held or not has_room(view, instance):
                     instance.held.append(waiting)
                 else:
                     self._give(instance, view, future)
-            heapq.heappop(self._waiting)
+            heapq.heappop(queue)
+
+    def _queue(self, view: RequestView) -> list[Waiting]:
+        return self._evaluating if view.pinned else self._waiting
 
     def _assign_held(self, instance: Instance) -> None:
         """Room may have appeared on this server, for those that wait for it."""
@@ -399,7 +370,8 @@ class LLMProxy:
     def _give(self, instance: Instance, view: RequestView, future: asyncio.Future[Instance]) -> None:
         instance.running += view.slots
         instance.tokens += view.tokens
-        self._idle.clear()
+        if not instance.pinned:
+            self._idle.clear()
         self._report(instance)
         future.set_result(instance)
 
@@ -407,8 +379,7 @@ class LLMProxy:
         instance.running -= view.slots
         instance.tokens -= tokens
         self._report(instance)
-        if not any(i.running for i in self._instances):
-            self._idle.set()
+        self._refresh()
         self._assign_held(instance)
         self._assign()
 
@@ -434,7 +405,7 @@ class LLMProxy:
 
         async with asyncio.TaskGroup() as group:
             for instance in self._instances:
-                if instance.up:
+                if instance.up and not instance.pinned:
                     group.create_task(pause(instance))
         return sorted(paused, key=lambda i: i.name)
 
@@ -455,6 +426,40 @@ class LLMProxy:
         for instance in self._instances:
             self._assign_held(instance)
         self._assign()
+
+    # --- servers that an evaluation sets aside
+
+    def pin(self, version: int, share: float) -> list[Instance]:
+        """Let ``share`` of the servers, at least one, keep ``version`` until they are unpinned. They go on with what it
+        may serve, and take pinned requests. Empty if none holds it."""
+        holders = [i for i in self._instances if i.up and i.version == version]
+        chosen = holders[: max(1, int(share * len(self._instances)))]
+        for instance in chosen:
+            instance.pinned = True
+        self._refresh()
+        return chosen
+
+    def unpin(self, instance: Instance) -> None:
+        """The server takes weights again. With the last one, pinned requests that wait are refused."""
+        if not instance.pinned:
+            return
+        instance.pinned = False
+        self._refresh()
+        if not self.has_pinned:
+            for _, _, _, future in self._evaluating:
+                if not future.done():
+                    future.set_exception(EngineRejected(NONE_PINNED))
+            self._evaluating.clear()
+
+    @property
+    def has_pinned(self) -> bool:
+        return any(i.pinned for i in self._instances)
+
+    def _refresh(self) -> None:
+        """What others wait for: a server that may be given weights; none of those with a request."""
+        free = [i for i in self._instances if not i.pinned]
+        (self.available.set if any(i.up for i in free) else self.available.clear)()
+        (self._idle.clear if any(i.running for i in free) else self._idle.set)()
 
     # --- failed servers
 

@@ -4,6 +4,7 @@
     deliver()   suspend → model_update → resume (ROLL Flash §4.2), so the servers stand still only while they load; the
                 trainer's next step may run meanwhile (StaleFlow figure 21).
     restore()   brings a server that came back after a failure to the current version; used by LLMProxy.watch.
+    pinned()    lets some servers keep the current version while others go on, for an evaluation of it.
 
 A transport has the newest version, and older ones only perhaps. So while an update is on its way, a server that needs
 weights waits for the end of it; unless no other is up, then it is the first to have the new ones.
@@ -15,10 +16,13 @@ marked down and the rest go on. When the trainer dies, the servers go on with wh
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Literal
 
 from asyncrl.ports import EngineError, Observer, TrainerDied, WeightTransport
-from asyncrl.runtime.llm_proxy import Instance, LLMProxy
+from asyncrl.runtime.instance import Instance
+from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.restarts import RestartingTrainer
 
 
@@ -107,6 +111,35 @@ class ParameterServer:
             self._version = -1
             await self.prepare(version)
             await self.deliver(version)
+
+    @asynccontextmanager
+    async def pinned(self, share: float) -> AsyncIterator[int | None]:
+        """The version that ``share`` of the servers, at least one, keep inside; afterwards they catch up with the
+        others. Where all are needed, an update waits for the end. None if no server is up."""
+        async with self._lock:
+            version = self._version
+            instances = self._proxy.pin(version, share)
+        try:
+            yield version if instances else None
+            await self._catch_up(instances)
+        finally:
+            for instance in instances:
+                self._proxy.unpin(instance)
+
+    async def _catch_up(self, instances: Sequence[Instance]) -> None:
+        """Bring pinned servers to the version of the others, unless the next update is about to."""
+        async with self._lock:
+            for instance in instances:
+                if not instance.pinned or instance.version == self._version or self._announced > self._version:
+                    continue
+                try:
+                    await instance.engine.pause()
+                    await self._connect([instance])
+                    await self._load([instance], self._version)
+                    self._proxy.set_version(instance, self._version)
+                    await instance.engine.resume()
+                except (EngineError, TrainerDied) as error:
+                    self._proxy.mark_down(instance, EngineError(f"{instance.name}: did not catch up: {error}"))
 
     async def restage(self, version: int) -> None:
         """A trainer that was started again has reached ``version``: make good what the servers still need of the one

@@ -61,6 +61,7 @@ class RolloutPlayer:
         n: int = 1,
         temperature: float = 1.0,
         top_p: float = 1.0,
+        pinned: bool = False,
         on_running: Callable[[bool], None] = lambda running: None,
     ) -> list[Episode]:
         """One episode of ``task``. Raises ``EpisodeFailed``. Nothing is generated for it afterwards."""
@@ -81,6 +82,7 @@ class RolloutPlayer:
             v_traj=v_traj,
             temperature=temperature,
             top_p=top_p,
+            pinned=pinned,
             on_busy=on_busy,
         )
         try:

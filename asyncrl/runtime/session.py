@@ -66,6 +66,7 @@ class Session:
         v_traj: int,
         temperature: float,
         top_p: float,
+        pinned: bool,
         on_busy: Callable[[bool], None],
     ) -> None:
         self._proxy = proxy
@@ -74,6 +75,7 @@ class Session:
         self._v_traj = v_traj
         self._temperature = temperature
         self._top_p = top_p
+        self._pinned = pinned
         self._on_busy = on_busy
         self._conversations: list[Conversation] = []
         self._last: Conversation | None = None
@@ -213,6 +215,7 @@ class Session:
                 max_new_tokens=min(room, self._limits.max_new_tokens, max_tokens or room),
                 temperature=self._temperature,
                 top_p=self._top_p,
+                pinned=self._pinned,
                 home=None if point is None else point.server,
             )
         )

@@ -142,8 +142,8 @@ class Checked(Observer):
     def counter(self, name: str, at: float, value: float) -> None:
         self._inner.counter(name, at, value)
 
-    def eval(self, version: int, accuracy: float, n: int) -> None:
-        self._inner.eval(version, accuracy, n)
+    def eval(self, version: int, accuracy: float, n: int, details: Mapping[str, float] = NO_ARGS) -> None:
+        self._inner.eval(version, accuracy, n, details)
 
     def _broken(self, law: str) -> InvariantViolation:
         violation = InvariantViolation(law)

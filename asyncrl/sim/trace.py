@@ -41,5 +41,5 @@ class TraceRecorder:
     def counter(self, name: str, at: float, value: float) -> None:
         self.events.append(("counter", name, at, value))
 
-    def eval(self, version: int, accuracy: float, n: int) -> None:
+    def eval(self, version: int, accuracy: float, n: int, details: Mapping[str, float] = {}) -> None:
         self.events.append(("eval", version, accuracy, n))

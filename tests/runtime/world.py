@@ -102,6 +102,8 @@ def random_recipe(seed: int, **tables: Any) -> Recipe:
         },
         "trainer": {"stream": rng.random() < 0.5, "micro_batch_tokens": rng.choice([1, 300])},
     }
+    if drawn["sim"]["heldout"]:
+        drawn["run"] = {"eval_every": rng.choice([0, 1, 2]), "eval_share": rng.choice([0.1, 0.5, 1.0])}
     return recipe(**{**drawn, **{name: _over(drawn.get(name), value) for name, value in tables.items()}})
 
 

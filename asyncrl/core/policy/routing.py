@@ -16,7 +16,8 @@ from asyncrl.core.types import Record
 
 class RequestView(Record, frozen=True, kw_only=True):
     """What routing may know of a request. ``home`` is the server that holds its prefix, if any; ``sequence`` counts
-    the requests as they arrive, and stays the same when one that was cut off goes on."""
+    the requests as they arrive, and stays the same when one that was cut off goes on. Of a ``pinned`` one, only the
+    servers of its evaluation are offered."""
 
     v_traj: int
     tokens: int
@@ -24,6 +25,7 @@ class RequestView(Record, frozen=True, kw_only=True):
     slots: int = 1
     home: str | None = None
     sequence: int = 0
+    pinned: bool = False
 
 
 class InstanceView(Protocol):
