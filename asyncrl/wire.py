@@ -191,10 +191,11 @@ class LoadsReply(msgspec.Struct, kw_only=True):
 
 
 class TrainSequence(msgspec.Struct, kw_only=True, frozen=True):
-    """One trajectory as the trainer sees it. Columns are little-endian bytes, one entry a token:
-    ``tokens`` int32, ``loss_mask`` int8, ``logprobs`` float32 (the engine's), ``versions`` int32. ``advantage`` is that
-    of every token with mask 1, unless there is a column ``advantages`` (float32) with one for each, or the trainer's
-    critic makes them from ``turn_rewards``, of turns that end after so many tokens as ``turn_ends`` says."""
+    """One trajectory as the trainer sees it, or one segment of it: a sequence in every mean. Columns are little-endian
+    bytes, one entry a token: ``tokens`` int32, ``loss_mask`` int8, ``logprobs`` float32 (the engine's), ``versions``
+    int32. ``advantage`` is that of every token with mask 1, unless there is a column ``advantages`` (float32) with one
+    for each, or the trainer's critic makes them from ``turn_rewards``, of turns that end after so many tokens as
+    ``turn_ends`` says."""
 
     tokens: bytes
     loss_mask: bytes
