@@ -78,10 +78,10 @@ class AlfredEngine:
             self._file = None
             try:
                 game = msgspec.json.decode(file.read_bytes(), type=GameFile)
-                self._goal = _goal(game.grammar)
-                self._logic = _logic(game.pddl_domain, game.grammar.replace(self._goal, UNKNOWN_GOAL))
+                grammar, self._goal = _split_goal(game.grammar)
+                self._logic = _logic(game.pddl_domain, grammar)
                 self._translation = _translation(game.pddl_domain, game.pddl_problem, self._cache)
-            except (msgspec.DecodeError, SystemExit) as error:
+            except (ValueError, SystemExit) as error:  # the translator exits
                 raise ValueError(f"{file} is not an ALFWorld game: {error}") from None
             self._commands: dict[str, str] = {}
             self._file = file
@@ -166,6 +166,7 @@ class AlfredEngine:
                 for item in self._each(symbol, mapped):
                     yield from item
             elif isinstance(symbol, textgen.EvalSymbol):
+                # ALFWorld's grammar holds Python expressions, so a game file is as trusted as a program.
                 yield str(eval(symbol.expression, {}, self._variables(mapped)))
             elif isinstance(symbol, textgen.NonterminalSymbol):
                 yield from self._derive(self._rule(symbol.symbol, mapped), mapped)
@@ -262,8 +263,10 @@ def _types(translation: Translation) -> GameLogic:
     return rules
 
 
-def _goal(grammar: str) -> str:
+def _split_goal(grammar: str) -> tuple[str, str]:
+    """The grammar that all games have in common, and this one's goal."""
     found = GOAL.search(grammar)
     if found is None:
         raise ValueError("its grammar states no goal: it has no 'Your task is to:'")
-    return found["goal"]
+    start, end = found.span("goal")
+    return grammar[:start] + UNKNOWN_GOAL + grammar[end:], found["goal"]
