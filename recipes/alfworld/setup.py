@@ -30,14 +30,14 @@ from asyncrl.envs.alfworld_engine import AlfredEngine
 from asyncrl.envs.alfworld_expert import Expert
 from asyncrl.envs.alfworld_games import Split, generate, plausible
 
-GAMES: dict[Split, int] = {"train": 240, "valid_seen": 48, "valid_unseen": 48}
+GAMES: dict[Split, int] = {"train": 144, "valid_seen": 24, "valid_unseen": 24}
 MAX_RECEPTACLES = 16
 MAX_STEPS = 16
 """The expert's; a game that takes longer is left out. The model may take ``env.max_turns``."""
 DEMONSTRATIONS = 3
 """Of each training game."""
 BATCH = 16
-STEPS = 350
+STEPS = 200
 MAX_LOSS = 0.8
 """The warm start fails if the mean loss of a command's words is above this at its end."""
 IGNORE = -100
