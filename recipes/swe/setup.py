@@ -2,7 +2,8 @@
 
 Each task is a bug, made by mutation, that the package's own tests notice: some of them fail with it and pass without.
 ``train.jsonl`` and ``heldout.jsonl`` are rows in SWE-smith's format (``patch`` is the bug) with ``tree`` in place of an
-image; ``trees/`` holds the pristine sources, ``venv/`` what their tests need, shared by all and read-only in a sandbox.
+image; ``trees/`` holds the pristine sources, ``venv/`` what their tests need, shared by all and read-only in a sandbox,
+``model/`` the small model that starts (see ``model.py``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ import sys
 import tarfile
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from env import broken_line
+from model import ModelError, warm_start
 
 from asyncrl.env import EnvDown
 from asyncrl.envs.sandbox import Limits, open_sandbox
@@ -151,6 +155,10 @@ async def make_tasks(name: str, tree: Path, out: Path, count: int, rng: random.R
     async def verify(file: str, mutation: Mutation) -> dict[str, Any] | None:
         source = (tree / file).read_bytes()
         row = make_row(name, tree, file, mutation, bug_patch(file, source, mutation.apply(source)))
+        try:
+            broken_line(parse_row(row))
+        except ValueError:
+            return None
         after = await outcomes(SWE(root=str(out)), row, tests)
         failing = [test for test in good if after.get(test) != "passed"]
         if not 1 <= len(failing) <= MAX_FAILING or len(after) < len(good) // 2:
@@ -190,6 +198,8 @@ async def make(out: Path, packages: list[str], count: int, heldout: int, seed: i
         rows += await make_tasks(name, tree, out, share, random.Random(f"{seed}/{name}"))
         print(f"setup: {len(rows)} of {count} tasks", flush=True)
     random.Random(seed).shuffle(rows)
+    pairs = [(bad.strip(), good.strip()) for _, bad, good in (broken_line(parse_row(row)) for row in rows[heldout:])]
+    warm_start(out / "model", pairs, seed=seed)
     for split, part in (("train", rows[heldout:]), ("heldout", rows[:heldout])):
         (out / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
 
@@ -204,11 +214,11 @@ def main() -> int:
     args = parser.parse_args()
     try:
         asyncio.run(make(args.out, args.packages, args.tasks, args.heldout, args.seed))
-    except (SetupError, EnvDown, ValueError, OSError, ExceptionGroup) as raised:
+    except (SetupError, ModelError, EnvDown, ValueError, OSError, ExceptionGroup) as raised:
         error: Exception = raised
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
-        if not isinstance(error, SetupError | EnvDown | ValueError | OSError):
+        if not isinstance(error, SetupError | ModelError | EnvDown | ValueError | OSError):
             raise
         print(f"setup: {error}", file=sys.stderr)
         return 1

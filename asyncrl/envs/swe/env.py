@@ -57,21 +57,21 @@ class SWE(Env):
         self._root = Path(root)
         self._protocol = protocol
         self._turns = turns
-        self._command_timeout_s = command_timeout_s
+        self.command_timeout_s = command_timeout_s
         self._test_timeout_s = test_timeout_s
         self._limits = Limits(
             memory_mb=memory_mb, disk_mb=disk_mb, processes=processes, cpus=cpus, output_bytes=output_bytes
         )
         self._engine = engine
-        self._box: Sandbox | None = None
+        self.box: Sandbox | None = None
         self._commands = 0
         self._sandbox_s = 0.0
 
     async def reset(self, task: Task) -> Observation:
         self.instance = parse_row(task.data)
         started = asyncio.get_running_loop().time()
-        self._box = await open_sandbox(self.source(), self._limits)
-        self._base = await prepare(self._box, self.instance)
+        self.box = await open_sandbox(self.source(), self._limits)
+        self._base = await prepare(self.box, self.instance)
         self._count_time(started)
         return self.opening()
 
@@ -93,7 +93,7 @@ class SWE(Env):
         return self._say(f"{prompt}\n{FENCED_HELP}")
 
     async def step(self, action: Action) -> Step:
-        assert self._box is not None
+        assert self.box is not None
         started = asyncio.get_running_loop().time()
         replies: list[Message] = []
         submitted = False
@@ -103,13 +103,13 @@ class SWE(Env):
                 break
             self._commands += 1
             try:
-                text = await call_tool(self._box, call, self._command_timeout_s, prelude(self.instance))
+                text = await call_tool(self.box, call, self.command_timeout_s, prelude(self.instance))
             except ToolError as error:
                 text = f"{error}\n"
             replies.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text})
         self._count_time(started)
         if submitted or action.turn + 1 >= self._turns:
-            return await self._score()
+            return await self.finish()
         if self._protocol == "tools":
             return Step(observation=Observation(messages=replies))
         return Step(observation=self._say("".join(reply["content"] for reply in replies)))
@@ -131,7 +131,8 @@ class SWE(Env):
             return Observation(text=f"\n{text}\n")
         return Observation(messages=[{"role": "user", "content": text}])
 
-    async def _score(self) -> Step:
+    async def finish(self) -> Step:
+        """Judge, and end the episode."""
         grade = await self.grade()
         metrics = {
             "resolved": float(grade.resolved),
@@ -144,9 +145,9 @@ class SWE(Env):
 
     async def grade(self) -> Grade:
         """Judge what has been done so far."""
-        assert self._box is not None
+        assert self.box is not None
         started = asyncio.get_running_loop().time()
-        patch = await changes(self._box, self._base, self.instance)
+        patch = await changes(self.box, self._base, self.instance)
         box = await open_sandbox(self.source(), self._limits)
         try:
             return await judge(box, self.instance, patch, self._test_timeout_s)
@@ -155,8 +156,8 @@ class SWE(Env):
             self._count_time(started)
 
     async def close(self) -> None:
-        if self._box is not None:
-            await self._box.close()
+        if self.box is not None:
+            await self.box.close()
 
     def _count_time(self, started: float) -> None:
         self._sandbox_s += asyncio.get_running_loop().time() - started

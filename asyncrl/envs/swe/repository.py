@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import shlex
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
@@ -74,9 +75,19 @@ def prelude(instance: Instance) -> str:
     return "" if instance.tree else PRELUDES[instance.dataset]
 
 
+def _test_files(instance: Instance) -> list[str]:
+    """Where its tests are. Raises ``ValueError`` for tests of other runners (Django's, SymPy's)."""
+    files = sorted({name.partition("::")[0] for name in (*instance.fail_to_pass, *instance.pass_to_pass)})
+    for name in files:
+        if not name.endswith(".py"):
+            raise ValueError(f"{instance.id}: {name!r} is not a test of pytest; leave rows of other runners out")
+    return files
+
+
 async def prepare(box: Sandbox, instance: Instance) -> str:
     """Make the task's source out of the pristine one, with a history of one commit: its id. Raises ``ValueError`` for a
     row that does not fit its source."""
+    _test_files(instance)
     await _apply(box, instance.bug, f"{instance.id}: its patch does not apply to {instance.tree or instance.image}")
     hide_tests = "rm -rf run_tests.sh r2e_tests /r2e_tests /root/r2e_tests" if instance.expected else ""
     done = await box.run(hide_tests + _HIDE_HISTORY, PREPARE_TIMEOUT_S)
@@ -128,13 +139,11 @@ async def judge(box: Sandbox, instance: Instance, patch: str, timeout_s: float) 
 async def run_pytest(box: Sandbox, instance: Instance, timeout_s: float) -> dict[str, str]:
     """Outcome of each test in the files of the task's tests: ``passed``, ``failed`` or ``skipped``; empty if pytest did
     not come to its end."""
-    files = sorted({name.partition("::")[0] for name in (*instance.fail_to_pass, *instance.pass_to_pass)})
-    if any(not name.endswith(".py") for name in files):
-        raise ValueError(f"{instance.id}: its tests are not pytest's ({files[0]!r}); only such rows are supported")
+    files = _test_files(instance)
     report = f"/tmp/{secrets.token_hex(16)}"  # nobody knows the name before, so nobody has left one there
     await box.write_file(f"{report}.py", RUNNER.encode())
     isolated = "-I " if instance.tree else ""  # images may have their package on PYTHONPATH
-    quoted = " ".join(f"'{file}'" for file in files)
+    quoted = " ".join(map(shlex.quote, files))
     await box.run(
         f"{prelude(instance)}python {isolated}{report}.py {report} {_PYTEST} {quoted} >/dev/null 2>&1",
         timeout_s,
