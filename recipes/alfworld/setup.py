@@ -2,7 +2,7 @@
 
 The games are genuine ALFWorld games in rooms of moderate size, all six task types, half of the held-out ones in the
 four rooms that ALFWorld keeps unseen. Each comes with demonstrations of an expert who reads what the model reads, and
-searches in another order every time. A short supervised run on them leaves the model able to write commands and
+searches in another order every time. A short supervised run on them is to leave the model able to write commands and
 to solve some games; the rest it learns by playing.
 """
 
@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -136,6 +137,32 @@ def encoded(tokenizer: PreTrainedTokenizerFast, turns: list[Turn]) -> tuple[list
     return ids, labels
 
 
+def renamed(turns: list[Turn], rng: random.Random) -> list[Turn]:
+    """The same episode with other names: the things and places that have numbers exchange these within their kind, and
+    in half of the episodes the kinds of things exchange their names. So few demonstrations would be learned by heart;
+    this way the model has to read what the game says."""
+    text = "\n".join(part for turn in turns for part in turn)
+    numbered = sorted(set(re.findall(r"\w+ \d+", text)))
+    kinds = sorted({name.split()[0] for name in numbered})
+    places = {name.split()[0] for name in re.findall(r"go to (\w+) \d", text)} | set(
+        re.findall(r"a (\w+) \d", turns[0][0])
+    )
+    others = [kind for kind in kinds if kind not in places]
+    shuffled = rng.sample(others, len(others)) if rng.random() < 0.5 else others
+    words = dict(zip(others, shuffled, strict=True))
+    names = dict(words)
+    for kind in kinds:
+        own = [name for name in numbered if name.split()[0] == kind]
+        for old, new in zip(own, rng.sample(own, len(own)), strict=True):
+            names[old] = f"{words.get(kind, kind)} {new.split()[1]}"
+    pattern = re.compile(r"\b(?:\w+ \d+|\w+)\b")
+
+    def rename(part: str) -> str:
+        return pattern.sub(lambda found: names.get(found[0], found[0]), part)
+
+    return [(rename(said), rename(command)) for said, command in turns]
+
+
 def warm_start(
     model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
@@ -144,12 +171,11 @@ def warm_start(
     steps: int,
 ) -> float:
     """Train on the demonstrations; the mean loss over the last 25 steps."""
-    pairs = [encoded(tokenizer, turns) for turns in episodes]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.05)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 30) * (1 - 0.9 * n / steps))
     losses: list[float] = []
     for step in range(1, steps + 1):
-        batch = rng.sample(pairs, BATCH)
+        batch = [encoded(tokenizer, renamed(turns, rng)) for turns in rng.sample(episodes, BATCH)]
         width = max(len(ids) for ids, _ in batch)
         ids = torch.tensor([ids + [int(tokenizer.pad_token_id)] * (width - len(ids)) for ids, _ in batch])
         labels = torch.tensor([labels + [IGNORE] * (width - len(labels)) for _, labels in batch])
