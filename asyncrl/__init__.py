@@ -19,6 +19,7 @@ from asyncrl.env import (
     SyncEnv,
     Task,
     ToolCall,
+    rows_by,
 )
 from asyncrl.envs.program import run_program
 
@@ -37,6 +38,7 @@ __all__ = [
     "Task",
     "ToolCall",
     "__version__",
+    "rows_by",
     "run_program",
 ]
 

@@ -25,8 +25,8 @@ A program that drives the model itself is one coroutine function, whose second p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from asyncrl.core.types import Record, Task
 
@@ -46,6 +46,7 @@ __all__ = [
     "Task",
     "Tool",
     "ToolCall",
+    "rows_by",
 ]
 
 Message = Mapping[str, Any]
@@ -55,6 +56,22 @@ Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
 """A tool as OpenAI's API describes it: ``{"type": "function", "function": {"name": …, "description": …, "parameters":
 JSON schema}}``."""
+
+
+RowParser = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""``task.data`` out of a row as its data set has it. Raises ``ValueError`` for one that it cannot use."""
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def rows_by(parse_row: RowParser) -> Callable[[_F], _F]:
+    """Decorates a reward or rollout function whose rows go through ``parse_row`` when they are read, as an ``Env`` says
+    by its ``parse_row``."""
+
+    def mark(function: _F) -> _F:
+        vars(function)["parse_row"] = parse_row
+        return function
+
+    return mark
 
 
 class EnvDown(Exception):
@@ -118,7 +135,8 @@ class Env:
 
     ``reusable``: an object serves one episode after another, ``reset`` again without a ``close`` in between; it is
     closed at the end of its life, or after an episode that failed or was cut short. ``deterministic``: the same task
-    and actions bring the same observations and rewards, which ``asyncrl env check`` then verifies.
+    and actions bring the same observations and rewards, which ``asyncrl env check`` then verifies. ``parse_row``, a
+    static method: rows go through it when they are read, and those that give the same are taken once.
     """
 
     cost: ClassVar[Cost] = Cost()

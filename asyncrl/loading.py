@@ -4,13 +4,14 @@ environment, the model folder.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
 import json
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,27 +20,29 @@ import msgspec
 
 from asyncrl.config import EnvConfig, RecipeError
 from asyncrl.core.types import Task
-from asyncrl.env import Cost, Env, SyncEnv
+from asyncrl.env import Cost, Env, RowParser, SyncEnv
 from asyncrl.envs.single_turn import SingleTurn
 from asyncrl.runtime.reward import RewardFunction
 from asyncrl.runtime.rollout import Rollout
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
-    """How to make an ``Env``, or a ``SyncEnv``; the reward function if the recipe names one, and the keys that its rows
-    must have. ``kind`` is the class. ``rollout`` is a program that takes its place."""
+    """How to make an ``Env``, or a ``SyncEnv``; the reward function if the recipe names one; how its rows are read, and
+    the keys that they must have then. ``kind`` is the class. ``rollout`` is a program that takes its place."""
 
     kind: type[Env] | type[SyncEnv]
     make: Callable[[], Env] | None = None
     make_sync: Callable[[], SyncEnv] | None = None
     rollout: Rollout | None = None
     reward: RewardFunction | None = None
+    parse_row: RowParser | None = None
     required: tuple[str, ...] = ()
 
 
 def load_environment(config: EnvConfig, table: str = "env") -> Environment:
     """The class or function that the ``target`` of the recipe's ``table`` names. Raises ``RecipeError``."""
     target, name = _load(f"{table}.target", config.target, "Class")
+    parse_row: RowParser | None = getattr(target, "parse_row", None)
     if inspect.isclass(target) and issubclass(target, (Env, SyncEnv)):
         is_sync = issubclass(target, SyncEnv)
         base, how = (SyncEnv, "def") if is_sync else (Env, "async def")
@@ -58,7 +61,9 @@ def load_environment(config: EnvConfig, table: str = "env") -> Environment:
         def make() -> Any:
             return target(**config.kwargs)
 
-        return Environment(kind=target, make_sync=make) if is_sync else Environment(kind=target, make=make)
+        if is_sync:
+            return Environment(kind=target, make_sync=make, parse_row=parse_row)
+        return Environment(kind=target, make=make, parse_row=parse_row)
     if inspect.isclass(target) or not callable(target):
         raise RecipeError(
             f"{table}.target: {name} is no asyncrl.Env or SyncEnv class, no rollout function (task, agent) and no "
@@ -71,13 +76,18 @@ def load_environment(config: EnvConfig, table: str = "env") -> Environment:
             inspect.signature(target).bind(None, None, **config.kwargs)
         except TypeError as error:
             raise RecipeError(f"{table}.kwargs: {name} cannot be called with them: {error}") from None
-        return Environment(kind=Env, make=Env, rollout=partial(target, **config.kwargs) if config.kwargs else target)
+        rollout = partial(target, **config.kwargs) if config.kwargs else target
+        return Environment(kind=Env, make=Env, rollout=rollout, parse_row=parse_row)
     try:
         inspect.signature(target).bind(None, None, **config.kwargs)
     except TypeError as error:
         raise RecipeError(f"{table}.target: {name} is not a reward function (task, response): {error}") from None
     return Environment(
-        kind=SingleTurn, make=SingleTurn, reward=_with_kwargs(target, config.kwargs), required=("prompt",)
+        kind=SingleTurn,
+        make=SingleTurn,
+        reward=_with_kwargs(target, config.kwargs),
+        parse_row=parse_row,
+        required=("prompt",),
     )
 
 
@@ -158,53 +168,73 @@ def _where(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}{at}"
 
 
-def load_tasks(path: str, key: str, required: Sequence[str] = (), source: str = "") -> list[Task]:
+def load_tasks(
+    path: str, key: str, required: Sequence[str] = (), source: str = "", parse_row: RowParser | None = None
+) -> list[Task]:
     """Rows of a JSONL or Parquet file as tasks of ``source``; ids are ``FILE/ROW``, behind the source's name if it has
-    one. ``key`` is the recipe's, for messages."""
+    one. What ``parse_row`` makes of several rows alike is one task. ``key`` is the recipe's, for messages."""
     file = Path(path)
     if not path:
         raise RecipeError(f"{key}: not set; name a .jsonl or .parquet file")
     if not file.is_file():
         raise RecipeError(f"{key}: no file {file}")
-    rows = _parquet_rows(file, key) if file.suffix == ".parquet" else _jsonl_rows(file, key)
     tasks: list[Task] = []
-    for number, row in rows:
-        missing = [name for name in required if name not in row]
+    seen: set[bytes] = set()
+    for number, row in _parquet_rows(file, key) if file.suffix == ".parquet" else _jsonl_rows(file, key):
+        data: Mapping[str, Any] = row
+        if parse_row is not None:
+            data = _parsed(row, parse_row, f"{key}: {file}:{number}")
+            digest = hashlib.sha256(msgspec.json.encode(data, enc_hook=repr)).digest()
+            if digest in seen:
+                continue
+            seen.add(digest)
+        missing = [name for name in required if name not in data]
         if missing:
-            raise RecipeError(f"{key}: {file}:{number}: the row has no {missing[0]!r} (it has {', '.join(row)})")
-        tasks.append(Task(id="/".join(filter(None, (source, file.stem, str(number)))), data=row, source=source))
+            raise RecipeError(f"{key}: {file}:{number}: the row has no {missing[0]!r} (it has {', '.join(data)})")
+        tasks.append(Task(id="/".join(filter(None, (source, file.stem, str(number)))), data=data, source=source))
     if not tasks:
         raise RecipeError(f"{key}: {file} has no rows")
     return tasks
 
 
-def _jsonl_rows(file: Path, key: str) -> list[tuple[int, dict[str, Any]]]:
-    rows: list[tuple[int, dict[str, Any]]] = []
+def _parsed(row: Mapping[str, Any], parse_row: RowParser, where: str) -> Mapping[str, Any]:
+    try:
+        return parse_row(row)
+    except ValueError as error:
+        raise RecipeError(f"{where}: {' '.join(str(error).split())}") from None
+    except Exception as error:
+        raise RecipeError(f"{where}: the environment cannot read this row: {_where(error)}") from None
+
+
+def _jsonl_rows(file: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
     decode = msgspec.json.Decoder(dict[str, Any]).decode
     try:
         with file.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     try:
-                        rows.append((number, decode(line)))
+                        row = decode(line)
                     except (msgspec.DecodeError, UnicodeDecodeError) as error:
                         raise RecipeError(f"{key}: {file}:{number}: not a JSON object: {error}") from None
+                    yield number, row
     except OSError as error:
         raise RecipeError(f"{key}: {file}: cannot read it ({error.strerror})") from None
-    return rows
 
 
-def _parquet_rows(file: Path, key: str) -> list[tuple[int, dict[str, Any]]]:
+def _parquet_rows(file: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
         raise RecipeError(f"{key}: {file} needs pyarrow; pip install 'asyncrl[parquet]'") from None
+    number = 0
     try:
-        table = parquet.read_table(file)
+        for batch in parquet.ParquetFile(file).iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
     except (pyarrow.ArrowException, OSError) as error:
         raise RecipeError(f"{key}: {file}: not a Parquet file: {str(error).splitlines()[0]}") from None
-    return list(enumerate(table.to_pylist(), 1))
 
 
 def check_model(path: str) -> str:

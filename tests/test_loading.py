@@ -6,6 +6,7 @@ import json
 import sys
 import textwrap
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +75,23 @@ def test_parquet_rows_are_tasks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     class ArrowException(Exception):
         pass
 
-    class Table:
+    class Batch:
+        def __init__(self, *rows: dict[str, Any]) -> None:
+            self.rows = rows
+
+        def to_pylist(self) -> list[dict[str, Any]]:
+            return list(self.rows)
+
+    class ParquetFile:
         def __init__(self, file: Path) -> None:
             if file.read_text() != "PAR1":
                 raise ArrowException("Parquet magic bytes not found in footer.\nSecond line")
 
-        def to_pylist(self) -> list[dict[str, Any]]:
-            return [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
+        def iter_batches(self) -> Iterator[Batch]:
+            yield Batch({"prompt": "a", "n": 1})
+            yield Batch({"prompt": "b", "n": 2})
 
-    parquet = types.SimpleNamespace(read_table=Table)
+    parquet = types.SimpleNamespace(ParquetFile=ParquetFile)
     pyarrow = types.SimpleNamespace(ArrowException=ArrowException, parquet=parquet)
     monkeypatch.setitem(sys.modules, "pyarrow", pyarrow)  # type: ignore[misc]
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", parquet)  # type: ignore[misc]

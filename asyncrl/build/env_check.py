@@ -84,7 +84,9 @@ def check(
     environment = load_environment(EnvConfig(target=target, kwargs=kwargs))
     if environment.rollout is not None:
         raise RecipeError(f"{target}: a rollout function drives a model itself, and cannot be checked without one")
-    rows = load_tasks(tasks, "--tasks", environment.required) if tasks else [Task(id="check/1", data={"prompt": "?"})]
+    rows = [Task(id="check/1", data={"prompt": "?"})]
+    if tasks:
+        rows = load_tasks(tasks, "--tasks", environment.required, parse_row=environment.parse_row)
     examples = actions or getattr(environment.kind, "example_actions", ())
     before = os.environ.get("TMPDIR")
     with tempfile.TemporaryDirectory(prefix="asyncrl-check-") as folder:

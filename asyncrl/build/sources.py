@@ -63,7 +63,7 @@ def load_sources(recipe: Recipe, environments: Mapping[str, Environment]) -> dic
     for name, source in recipe.mixture.items():
         task, environment = source.task, environments[name]
         rows = [
-            load_tasks(path, f"{_table(name, 'task')}.{key}", environment.required, source=name)
+            load_tasks(path, f"{_table(name, 'task')}.{key}", environment.required, name, environment.parse_row)
             if path or key == "train"
             else []
             for key, path in (("train", task.train), ("heldout", task.heldout))

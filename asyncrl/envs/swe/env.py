@@ -14,9 +14,9 @@ then the tests are run in a fresh box (see ``repository``), and the reward is 1 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from asyncrl.env import Action, Env, Message, Observation, Step, Task, ToolCall
 from asyncrl.envs.sandbox import Limits, Sandbox, Source, open_sandbox
@@ -32,10 +32,18 @@ The repository in {workdir} has a problem. Find its cause and repair it in the s
 GO_ON = "Go on with a tool call, or call submit if the work is done."
 
 
+def checked_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """As it is, if it is a SWE task. Raises ``ValueError``."""
+    parse_row(row)
+    return row
+
+
 class SWE(Env):
     """``root`` is the folder that the ``tree`` of rows is relative to, with the virtual environment ``venv`` of their
     tests; rows with an image need none. ``protocol``: ``tools`` (for models whose chat template knows tools),
     ``fenced`` (chat messages with one fenced block a turn) or ``text`` (the same without a chat template)."""
+
+    parse_row = staticmethod(checked_row)
 
     def __init__(
         self,

@@ -1,0 +1,112 @@
+"""The final answer of a text, and whether it is right.
+
+What a model writes can keep a computer algebra system busy for ever (``10^{10^{10^{10}}}`` is enough), and holds the
+interpreter meanwhile. So math-verify runs in processes, which are killed when an answer takes too long or too much
+memory; its own time limits are off, since they are signals of the main thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import importlib.util
+import logging
+import multiprocessing
+import os
+import re
+import resource
+from typing import Any
+
+try:
+    from pebble import ProcessExpired, ProcessPool
+
+    if importlib.util.find_spec("math_verify") is None:  # imported in workers only: it takes a second
+        raise ModuleNotFoundError("No module named 'math_verify'")
+except ModuleNotFoundError as error:
+    raise ImportError(f"maths cannot be graded ({error}); pip install 'asyncrl[maths]'") from None
+
+TIME_LIMIT_S = 5.0
+"""Of one verdict. The usual one takes 2 ms, the first of its kind in a process up to a second."""
+MEMORY_MB = 4096
+"""Address space of a worker process."""
+MAX_CHARACTERS = 2000
+"""A longer answer is wrong without being read."""
+MAX_WORKERS = 8
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_LINE = re.compile(r"\banswer\**\s*(?:is)?\s*:\**[ \t]*(?P<answer>[^\n]*)|^####[ \t]*(?P<hash>[^\n]*)", re.I | re.M)
+
+
+def final_answer(text: str) -> str | None:
+    r"""The last of what a text gives as its answer, behind any thoughts: ``\boxed{…}``, a line ``Answer: …`` (DAPO) or
+    ``#### …`` (GSM8K). None if it gives none."""
+    said = text.rpartition("</think>")[2]
+    found, at = None, -1
+    for line in _LINE.finditer(said):
+        found, at = line["answer"] if line["hash"] is None else line["hash"], line.start()
+    for box in _BOX.finditer(said):
+        if box.start() > at and (inside := _inside(said, box.end())) is not None:
+            found, at = inside, box.start()
+    return (found or "").strip().removesuffix(".").strip("*").strip() or None
+
+
+def _inside(text: str, start: int) -> str | None:
+    """Up to the brace that closes the one before ``start``."""
+    depth = 1
+    for at in range(start, len(text)):
+        if text[at - 1] != "\\":
+            depth += (text[at] == "{") - (text[at] == "}")
+        if not depth:
+            return text[start:at]
+    return None
+
+
+async def score(text: str, gold: str, *, time_limit_s: float = TIME_LIMIT_S) -> float:
+    """1.0 if the final answer of ``text`` equals ``gold``, else 0.0. Raises ``ValueError`` for a gold answer that
+    math-verify cannot read."""
+    answer = final_answer(text)
+    return 0.0 if answer is None else float(await is_right(gold, answer, time_limit_s=time_limit_s))
+
+
+async def is_right(gold: str, answer: str, *, time_limit_s: float = TIME_LIMIT_S) -> bool:
+    """Whether ``answer`` is worth the same as ``gold``. One that cannot be judged within the limits of time and memory
+    is not. Cancelled, it kills the process that was at it. Raises ``ValueError`` for the gold answer."""
+    if answer == gold:
+        return True
+    if len(answer) > MAX_CHARACTERS:
+        return False
+    try:
+        return await asyncio.wrap_future(_pool().schedule(_verdict, (gold, answer), timeout=time_limit_s))
+    except (TimeoutError, MemoryError, ProcessExpired):
+        return False
+
+
+_live: list[ProcessPool] = []
+
+
+def _pool() -> ProcessPool:
+    """The one of this process, which lives as long; a broken one is replaced."""
+    if not _live or not _live[0].active:
+        context: Any = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "math_verify"])  # so that a killed worker is replaced in a moment
+        workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+        _live[:] = [ProcessPool(workers, initializer=_begin, context=context)]
+        atexit.register(_live[0].stop)
+    return _live[0]
+
+
+def _begin() -> None:
+    """In a new worker."""
+    limit = MEMORY_MB * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    logging.disable(logging.WARNING)  # math-verify warns with each call that its time limits are off
+
+
+def _verdict(gold: str, answer: str) -> bool:
+    """In a worker."""
+    from math_verify import parse, verify
+
+    right = parse(f"\\boxed{{{gold}}}", parsing_timeout=None)
+    if not right:
+        raise ValueError(f"math-verify cannot read the gold answer {gold!r:.100}")
+    return bool(verify(right, parse(f"\\boxed{{{answer}}}", parsing_timeout=None), timeout_seconds=None))
