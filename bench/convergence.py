@@ -1,0 +1,304 @@
+"""Real runs of a recipe with each off-policy loss at several α beside synchronous training (ROLL Flash figure 4), and
+at excessive staleness, where StaleFlow (§6.3) sees training collapse.
+
+    python bench/convergence.py [RECIPE] [--steps 80] [--losses ppo,tis] [--bounds 2,8] [--seeds 0] [--set KEY=VALUE]
+
+A run that is in the results already is not made again, so the same command goes on where it was stopped, and
+``--losses``, ``--bounds`` and ``--seeds`` make a part of the runs. Table and plot show all runs of these settings that
+there are. ``--set`` makes a variant, with results of its own.
+
+What is held equal: the model, the tasks and their order, the batch, the learning rate, one update a batch. Weight
+updates wait for running requests (``update.running = "drain"``) and all of (1 + α) batches may run at once, so that
+every token, not only the start of its trajectory, comes from a version that is α behind. Both are measured: a run whose
+staleness is not near its α says nothing about it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean, median
+
+import msgspec
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from asyncrl.build.fit import machine
+from asyncrl.config import load
+from asyncrl.config.algorithm import LOSSES
+from asyncrl.observe.run_dir import METRICS, read_lines, write_atomic
+from asyncrl.observe.summary import read_summary
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "convergence.json"
+
+SMALLER: dict[str, tuple[str, ...]] = {
+    "runsum": ("rollout.batch_groups=16", "engine.count=1", "trainer.ranks=1"),
+    "alfworld": ("rollout.batch_groups=4",),
+}
+"""By recipe: what makes it cheap enough for so many runs."""
+ALWAYS = ("update.running=drain", "run.trace_requests=false")
+OF_LOSS: dict[str, tuple[str, ...]] = {
+    "topr": ("algorithm.importance_level=sequence", "algorithm.importance_cap=1"),
+    "weighted_topr": (
+        "algorithm.importance_level=sequence",
+        "algorithm.importance_cap=1",
+        "algorithm.negative_weight=0.5",
+    ),
+    "gspo": ("algorithm.aggregation=sequence_mean",),
+}
+"""What a loss's authors set otherwise than the recipe does. TOPR: ratios of whole trajectories, at most 1. GSPO: a mean
+over sequences; but its clip ranges of 4e-4, made for steps so much smaller, are left as the recipe has them."""
+
+BOUNDS = (2.0, 8.0)
+EXCESSIVE = (10.0, 32.0)
+UNCORRECTED = ("ppo", "reinforce")
+"""At ``EXCESSIVE`` bounds: the loss that all of the papers begin with, and the one that does not look at staleness."""
+
+WINDOW = 11
+"""Steps of the moving mean, as in ROLL Flash's figure 4."""
+LAST = 10
+SPIKE = 3.0
+"""A gradient norm beyond so many times the median of the ``LAST`` steps before it is a spike."""
+
+COLUMNS = {
+    "reward": "reward/mean",
+    "staleness": "staleness/mean",
+    "staleness_max": "staleness/max",
+    "token_staleness": "trainer/token_staleness",
+    "grad_norm": "trainer/grad_norm",
+    "kl": "trainer/kl",
+    "ratio_max": "trainer/ratio_max",
+    "clip_fraction": "trainer/clip_fraction",
+    "entropy": "trainer/entropy",
+}
+"""What is kept of each step, and its name in the metrics."""
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """One run. ``settings`` are laid over the recipe in their order."""
+
+    recipe: str
+    loss: str
+    bound: float
+    seed: int
+    settings: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.loss} α={self.bound:g} seed={self.seed}"
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of it. ``steps`` holds ``COLUMNS``, a value a step; ``exit`` is the summary's."""
+
+    cell: Cell
+    machine: str
+    exit: str
+    seconds: float
+    heldout_before: float | None
+    heldout_after: float | None
+    steps: dict[str, list[float]]
+
+    def last(self, column: str) -> float:
+        return fmean(self.steps[column][-LAST:])
+
+    def settled(self, column: str) -> float:
+        """Mean over the steps after the first α, in which samples cannot be that old yet."""
+        values = self.steps[column]
+        return fmean(values[min(math.ceil(self.cell.bound), len(values) - 1) :])
+
+    @property
+    def spikes(self) -> int:
+        norms = self.steps["grad_norm"]
+        return sum(norms[i] > SPIKE * median(norms[i - LAST : i]) for i in range(LAST, len(norms)))
+
+
+def cells(recipe: Path, seeds: Iterable[int], steps: int, settings: Sequence[str]) -> list[Cell]:
+    """Synchronous training first, then what is farthest from it."""
+    pairs = [("ppo", 0.0)]
+    pairs += [(loss, bound) for bound in sorted(BOUNDS, reverse=True) for loss in LOSSES]
+    pairs += [(loss, bound) for bound in EXCESSIVE for loss in UNCORRECTED]
+    return [_cell(recipe, loss, bound, seed, steps, settings) for seed in seeds for loss, bound in pairs]
+
+
+def _cell(recipe: Path, loss: str, bound: float, seed: int, steps: int, settings: Sequence[str]) -> Cell:
+    name = load(recipe).name
+    chosen = [*ALWAYS, *SMALLER.get(name, ()), *OF_LOSS.get(loss, ())]
+    chosen += [f"algorithm.loss={loss}", f"staleness.bound={bound:g}", f"seed={seed}", f"run.steps={steps}", *settings]
+    batch = load(recipe, overrides=chosen).batch_trajectories
+    chosen.append(f"rollout.num_envs={math.ceil((1 + bound) * batch)}")
+    return Cell(recipe=name, loss=loss, bound=bound, seed=seed, settings=tuple(chosen))
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def train(recipe: Path, cell: Cell, run_dir: Path) -> Outcome:
+    """Run it in ``run_dir``. Raises ``SystemExit`` if it failed otherwise than by a loss or gradient that is not
+    finite, which is a result."""
+    overrides = [argument for setting in cell.settings for argument in ("--set", setting)]
+    command = [sys.executable, "-m", "asyncrl.cli", "train", str(recipe), "--run-dir", str(run_dir), *overrides]
+    with (run_dir.parent / f"{run_dir.name}.log").open("w") as log:
+        code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
+    summary = read_summary(run_dir)
+    if summary is None or (code != 0 and "not finite" not in summary.exit):
+        end = Path(log.name).read_text().strip().splitlines()[-1:]
+        raise SystemExit(f"bench/convergence.py: {cell.name}: asyncrl train ended with code {code}: {' '.join(end)}")
+    lines = list(read_lines(run_dir / METRICS))
+    return Outcome(
+        cell=cell,
+        machine=machine(),
+        exit=summary.exit,
+        seconds=summary.seconds,
+        heldout_before=summary.heldout_before,
+        heldout_after=summary.heldout_after,
+        steps={name: [float(f"{line[key]:.5g}") for line in lines] for name, key in COLUMNS.items()},
+    )
+
+
+def read(path: Path) -> list[Outcome]:
+    return msgspec.json.decode(path.read_bytes(), type=list[Outcome]) if path.exists() else []
+
+
+def write(path: Path, outcomes: Sequence[Outcome]) -> None:
+    """A run a line."""
+    write_atomic(path, b"[\n" + b",\n".join(map(msgspec.json.encode, outcomes)) + b"\n]\n")
+
+
+# --- showing ----------------------------------------------------------------------------------------------------------
+
+HEADER = (
+    "loss",
+    "α",
+    "staleness, mean / max",
+    "of tokens",
+    "held-out accuracy",
+    f"reward, last {LAST}",
+    f"best {WINDOW}",
+    "gradient norm, median / max",
+    "spikes",
+    "π/μ, max",
+    "clipped",
+    "exit",
+)
+
+
+def table(outcomes: Sequence[Outcome]) -> list[str]:
+    """Markdown, by α and then as ``LOSSES`` are ordered."""
+    ordered = sorted(outcomes, key=lambda o: (o.cell.bound, LOSSES.index(o.cell.loss), o.cell.seed))
+    rows = [HEADER, ("---",) * len(HEADER), *(_row(outcome) for outcome in ordered)]
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _row(o: Outcome) -> tuple[str, ...]:
+    steps = o.steps
+    return (
+        o.cell.loss,
+        f"{o.cell.bound:g}" if o.cell.bound else "0 (sync)",
+        f"{o.settled('staleness'):.2f} / {max(steps['staleness_max']):g}",
+        f"{o.settled('token_staleness'):.2f}",
+        f"{_share(o.heldout_before)} → {_share(o.heldout_after)}",
+        f"{o.last('reward'):.3f}",
+        f"{max(smooth(steps['reward'])):.3f}",
+        f"{median(steps['grad_norm']):.2f} / {max(steps['grad_norm']):.2f}",
+        str(o.spikes),
+        f"{max(steps['ratio_max']):.3g}",
+        f"{o.settled('clip_fraction') * 100:.1f} %",
+        o.exit,
+    )
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Mean over ``WINDOW`` steps around each; fewer at both ends."""
+    half = WINDOW // 2
+    return [fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
+
+
+def draw(figure: Figure, outcomes: Sequence[Outcome]) -> None:
+    """Reward over steps, a panel each α and a line each loss, synchronous in all; and held-out accuracies."""
+    bounds = sorted({o.cell.bound for o in outcomes} - {0.0}) or [0.0]
+    axes = figure.subplots(1, len(bounds) + 1, squeeze=False)[0]
+    axes[0].set_ylabel(f"reward, mean of {WINDOW} steps")
+    for ax, bound in zip(axes, bounds, strict=False):
+        for o in outcomes:
+            if o.cell.bound in (0.0, bound):
+                x, y = range(len(o.steps["reward"])), smooth(o.steps["reward"])
+                label = "ppo, synchronous" if o.cell.bound == 0 else o.cell.loss
+                ax.plot(x, y, label=label, **_style(o))
+        ax.set(title=f"α = {bound:g}", xlabel="step", ylim=(0, 1))
+        ax.grid(alpha=0.25)
+    _draw_heldout(axes[-1], outcomes)
+    lines = {line.get_label(): line for ax in axes[:-1] for line in ax.get_lines()}
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=min(len(lines), 9), frameon=False)
+
+
+def _draw_heldout(ax: Axes, outcomes: Sequence[Outcome]) -> None:
+    bounds = sorted({o.cell.bound for o in outcomes})
+    for o in outcomes:
+        shift = (LOSSES.index(o.cell.loss) - len(LOSSES) / 2) / (1.5 * len(LOSSES)) if o.cell.bound else 0.0
+        for value, marker in ((o.heldout_before, "_"), (o.heldout_after, "o")):
+            if value is not None:
+                ax.plot(bounds.index(o.cell.bound) + shift, value, marker=marker, color=_style(o)["color"])
+    ax.set(title="held-out accuracy, before (–) and after (•)", xlabel="α", ylim=(0, 1))
+    ax.set_xticks(range(len(bounds)), [f"{bound:g}" for bound in bounds])
+    ax.grid(alpha=0.25, axis="y")
+
+
+def _style(o: Outcome) -> dict[str, object]:
+    if o.cell.bound == 0:
+        return {"color": "black", "linestyle": "--", "linewidth": 1.8}
+    return {"color": f"C{LOSSES.index(o.cell.loss)}", "linewidth": 1.3}
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?", type=Path, default=HERE.parent / "recipes" / "runsum")
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--losses", type=lambda text: text.split(","), help="only these")
+    parser.add_argument("--bounds", type=_numbers, help="only these; 0: synchronous")
+    parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[0])
+    parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--quick", action="store_true", help="synchronous ppo and reinforce at α = 2, three steps")
+    parser.add_argument("--json", type=Path, help="results to add to (default: bench/results/convergence.json)")
+    parser.add_argument("--plot", type=Path, help="default: beside the results, with the recipe's name")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        wanted = cells(args.recipe, args.seeds, 3 if args.quick else args.steps, args.settings)
+        results: Path = args.json or (Path(scratch) / "quick.json" if args.quick else RESULTS)
+        for i, cell in enumerate(wanted):
+            if args.quick and (cell.loss, cell.bound) not in (("ppo", 0.0), ("reinforce", 2.0)):
+                continue
+            if cell.loss not in (args.losses or LOSSES) or (args.bounds and cell.bound not in args.bounds):
+                continue
+            if any(outcome.cell == cell for outcome in read(results)):
+                continue
+            outcome = train(args.recipe, cell, Path(scratch) / f"run-{i}")
+            write(results, [*read(results), outcome])
+            print(f"{cell.name}: {outcome.exit}, {outcome.seconds:.0f} s", flush=True)
+        outcomes = [outcome for outcome in read(results) if outcome.cell in wanted]
+        print("\n".join(table(outcomes)))
+        if outcomes:
+            figure = Figure(figsize=(16, 4.5), dpi=100, layout="constrained")
+            draw(figure, outcomes)
+            figure.savefig(args.plot or results.with_name(f"{results.stem}-{outcomes[0].cell.recipe}.png"))
+
+
+if __name__ == "__main__":
+    main()
