@@ -46,6 +46,9 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     """Leave out tokens or whole sequences whose π_θ/μ lies outside [reject_low, reject_high]."""
     reject_low: float = 0.5
     reject_high: float = 2.0
+    max_ratio: float = 100.0
+    """A step whose first update finds a larger mean of π_θ/μ over its tokens is not done, and ends the run: under μ
+    that mean has an expectation of 1 whatever π_θ is, so the logprobs are wrong. 0: train on."""
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
     """Weight of the KL to a frozen reference model, which is loaded only if this is more than 0."""
@@ -140,6 +143,12 @@ def check_algorithm(a: AlgorithmConfig) -> None:
         _require(_finite(getattr(a, key)) and getattr(a, key) >= 0, key, getattr(a, key), "must be 0 or more")
     _require(0 < a.clip_low <= 1, "clip_low", a.clip_low, "must be in (0, 1]")
     _require(a.dual_clip == 0 or a.dual_clip > 1, "dual_clip", a.dual_clip, "must be more than 1, or 0 for none")
+    _require(
+        _finite(a.max_ratio) and (a.max_ratio == 0 or a.max_ratio > 1),
+        "max_ratio",
+        a.max_ratio,
+        "must be more than 1, which a healthy mean is near, or 0 for none",
+    )
     _require(
         _finite(a.reject_high) and a.reject_high > a.reject_low,
         "reject_high",

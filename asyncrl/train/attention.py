@@ -36,7 +36,7 @@ class Layout:
 
     ``blocks`` holds (index ``[sequences · longest]`` into the row, sequences, longest); ``inverse`` ``[tokens]`` leads
     from the concatenated blocks back to the row. ``positions`` ``[1, tokens]`` restart at 0 with each sequence.
-    ``ends`` ``[sequences + 1]`` (int32) are 0 and where each sequence ends.
+    ``lengths`` are the sequences'; ``ends`` ``[sequences + 1]`` (int32) are 0 and where each sequence ends.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
@@ -59,6 +59,7 @@ class Layout:
         self.inverse = inverse.to(device)
         self.positions = torch.cat([torch.arange(n) for n in lengths])[None].to(device)
         self.ends = torch.tensor(starts, dtype=torch.int32, device=device)
+        self.lengths = tuple(lengths)
         self.longest = max(lengths)
         self.tokens = starts[-1]
         self._masks: dict[int | None, BlockMask] = {}

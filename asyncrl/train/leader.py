@@ -26,7 +26,7 @@ from asyncrl.train.export import FolderWriter, drop_other_versions
 from asyncrl.train.rank import Begin, Gather, Rank, Save, Stop, Train
 from asyncrl.train.server import Refused
 from asyncrl.train.statistics import advantage_moments
-from asyncrl.train.step import NotFinite, StepBroken
+from asyncrl.train.step import BadBatch, StepBroken
 from asyncrl.train.work import StepRefused, plan_part, plan_work, token_advantages
 from asyncrl.weights.sender import UpdateGroup
 from asyncrl.wire import FeedReq, JoinGroupReq, PublishReq, SaveReq, TrainerInfo, TrainReq, TrainSequence
@@ -124,11 +124,11 @@ class Leader:
                 hidden=rank.hidden,
                 trainer=rank.recipe.trainer,
                 algorithm=rank.recipe.algorithm,
-                done=frozenset(request.fed[: fed.passed]),
+                done=request.fed[: fed.passed],
             )
             rank.channel.send([msgspec.msgpack.encode(Train(work=work)) for work in works])
             metrics = rank.train(works[0])
-        except NotFinite as error:
+        except BadBatch as error:
             raise Refused(f"{error}{self._kept(request, error)}") from error
         except StepBroken as error:
             raise StepBroken(f"{error}{self._kept(request, error)}") from error

@@ -48,6 +48,11 @@ class Trunk(nn.Module):
         """False on ranks whose rows are also another's, which counts them."""
         return self.split is None or self.split.rank == 0
 
+    @property
+    def sharing(self) -> int:
+        """How many ranks work on each row."""
+        return 1 if self.split is None else self.split.size
+
     def add_value_head(self) -> None:
         """Before sharding. It begins with values of 0, on every rank."""
         self.value_head = nn.Linear(self.lm.config.get_text_config().hidden_size, 1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -17,13 +19,15 @@ from asyncrl.checksum import sum_of_words
 from asyncrl.config import Recipe, RecipeError
 from asyncrl.core.types import Record
 from asyncrl.loading import load_own
-from asyncrl.train import lora, model
+from asyncrl.train import effort, lora, model
 from asyncrl.train.channel import Channel
 from asyncrl.train.checkpoint import Checkpoints
 from asyncrl.train.loss import LOSSES, check_loss
 from asyncrl.train.model import Critic, ModelError, Policy
 from asyncrl.train.step import Learner
 from asyncrl.train.work import Part, StepRefused, Work
+
+T = TypeVar("T")
 
 
 class Train(Record, frozen=True, kw_only=True, tag=True):
@@ -96,6 +100,8 @@ class Rank:
             policy, recipe.trainer, algorithm, device, self.channel.group, loss=loss, reference=reference, critic=critic
         )
         self.checkpoints = Checkpoints(self.learner, recipe, Path(folder))
+        self._peak = effort.peak_rate(device, self.dtype)
+        self._idle = 0.0
         self.checksum = 0
         """Of the weights that the last step made."""
 
@@ -118,7 +124,7 @@ class Rank:
         return reference
 
     def train(self, work: Work) -> dict[str, float]:
-        """One step; see ``Learner.step``."""
+        """One step; see ``Learner.step`` and ``effort.over_ranks``."""
         metrics = self.learner.step(work)
         models = filter(None, (self.learner.policy, self.learner.critic))
         trained = (p for one in models for p in one.parameters() if p.requires_grad)
@@ -126,7 +132,26 @@ class Rank:
         total = torch.stack([sum_of_words(shard) for shard in shards]).sum().cpu()
         dist.all_reduce(total, group=self.channel.group)
         self.checksum = int(total) % 2**64
+        metrics |= effort.over_ranks(
+            self.learner.effort,
+            idle=self._idle,
+            memory=effort.peak_memory(self.device),
+            peak=self._peak,
+            group=self.channel.group,
+        )
+        self._idle = 0.0
         return metrics
+
+    def commands(self, source: Iterable[T]) -> Iterator[T]:
+        """What ``source`` gives; the time until it gives the next is that of an idle rank."""
+        waiting = iter(source)
+        while True:
+            started = time.perf_counter()
+            command = next(waiting, None)
+            self._idle += time.perf_counter() - started
+            if command is None:
+                return
+            yield command
 
     def gather(self, keep: bool) -> Iterator[dict[str, Tensor]]:
         limit = self.recipe.weights.bucket_mb * 2**20
@@ -134,8 +159,8 @@ class Rank:
 
     def follow(self) -> None:
         """Ranks other than 0: do what rank 0 says, until it says stop."""
-        while True:
-            match msgspec.msgpack.decode(self.channel.receive(), type=Train | Begin | Gather | Save | Stop):
+        for message in self.commands(iter(self.channel.receive, None)):
+            match msgspec.msgpack.decode(message, type=Train | Begin | Gather | Save | Stop):
                 case Train(work=work):
                     with suppress(StepRefused):  # rank 0 reports it
                         self.train(work)

@@ -66,6 +66,18 @@ def measure(tokens: Tokens, per_token: PerToken, rejected: Tensor, cap: float) -
     return torch.cat([totals, by_staleness.flatten()]).cpu(), largest.cpu()
 
 
+@torch.no_grad()
+def sequence_ratios(tokens: Tokens) -> list[float]:
+    """Mean of π_θ/μ over the tokens of each sequence."""
+    ratio = (tokens.logprobs - tokens.behaviour).double().clamp(max=_LARGEST).exp()
+    return torch.segment_reduce(ratio, "mean", lengths=tokens.lengths).tolist()
+
+
+def mean_ratio(sums: Tensor) -> float:
+    """Of the tokens of ``sums``."""
+    return float(sums[SUMS.index("ratio")]) / max(1.0, float(sums[SUMS.index("tokens")]))
+
+
 def summarise(updates: Sequence[Tensor], maxima: Tensor) -> dict[str, float]:
     """A step's metrics: means over trained tokens, from the sums of each of its ``updates``, in order.
 
@@ -83,7 +95,7 @@ def summarise(updates: Sequence[Tensor], maxima: Tensor) -> dict[str, float]:
     metrics = {
         "trained_tokens": total["tokens"],
         "entropy": total["entropy"] / tokens,
-        "ratio_mean": total["ratio"] / tokens,
+        "ratio_mean": mean_ratio(sums),
         "ratio_max": float(maxima[0]),
         "clip_fraction": (total["low"] + total["high"]) / tokens,
         "clip_low_fraction": total["low"] / tokens,

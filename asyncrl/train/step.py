@@ -11,6 +11,7 @@ up sums, and ``step`` scales them and adds the rest.
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from collections.abc import Sequence
@@ -29,14 +30,18 @@ from asyncrl.core.types import Record
 from asyncrl.train import critic as critics
 from asyncrl.train import statistics
 from asyncrl.train.critic import Judged
+from asyncrl.train.effort import Effort, cost_of
 from asyncrl.train.loss import LOSSES, LossFunction, Tokens, interpolated, policy_loss
 from asyncrl.train.model import Critic, Policy, Scores, critic_parameters
 from asyncrl.train.offload import Offload
 from asyncrl.train.work import Packed, Part, Share, StepRefused, Work, pack
 
+NAMED_SEQUENCES = 3
+"""So many sequences are named in an error about the ratios of a batch."""
 
-class NotFinite(StepRefused):
-    """The first update of a step has a loss or gradient that is not finite."""
+
+class BadBatch(StepRefused):
+    """The first update of a step has a loss or gradient that is not finite, or its ratios have exploded."""
 
 
 class StepBroken(Exception):
@@ -67,13 +72,6 @@ class Outcome(Record, frozen=True, kw_only=True):
     maxima: Tensor
 
 
-class Seconds:
-    """Where a step's time went, on this rank."""
-
-    def __init__(self) -> None:
-        self.prepare = self.forward = self.backward = self.optimizer = 0.0
-
-
 class Totals:
     """What passes have added up on this rank; their gradient is in ``.grad``."""
 
@@ -81,6 +79,11 @@ class Totals:
         self.losses = torch.zeros(3, dtype=torch.float64)
         """The policy's, the values', and the share of values that were clipped."""
         self.sums, self.maxima = statistics.empty()
+        self.worst: list[tuple[float, int]] = []
+        """The largest mean ratios of sequences, and the sequences' numbers."""
+
+    def note(self, ratios: Sequence[float], numbers: Sequence[int]) -> None:
+        self.worst = heapq.nlargest(NAMED_SEQUENCES, [*self.worst, *zip(ratios, numbers, strict=True)])
 
 
 class Begun:
@@ -88,7 +91,7 @@ class Begun:
 
     def __init__(self) -> None:
         self.totals = Totals()
-        self.seconds = Seconds()
+        self.effort = Effort()
         self.micro_batches = 0
         self.batches: list[Prepared] = []
         """Kept only where they are gone through again."""
@@ -114,6 +117,8 @@ class Learner:
         self.policy = policy
         self.critic = critic
         self.version = 0
+        self.effort = Effort()
+        """Of the newest step."""
         self._begun = Begun()
         self._trainer = trainer
         self._algorithm = algorithm
@@ -121,6 +126,7 @@ class Learner:
         self._control = control
         self._loss = loss or LOSSES[algorithm.loss]
         self._reference = reference
+        self._costs = {id(m): cost_of(m) for m in (policy, reference, critic) if m is not None}
         policy.entropy_gradient = algorithm.entropy_coef > 0
         rates = (
             (policy.lm.parameters(), trainer.learning_rate),
@@ -156,9 +162,10 @@ class Learner:
             self._drop()
         begun = self._begun
         started = time.perf_counter()
-        batches = self._prepare(part.micro_batches, part.step, several=self._algorithm.epochs > 1)
-        begun.seconds.prepare += time.perf_counter() - started
-        self._pass(batches, begun.totals, begun.seconds)
+        batches = self._prepare(part.micro_batches, part.step, begun.effort, several=self._algorithm.epochs > 1)
+        begun.effort.prepare += time.perf_counter() - started
+        self._pass(batches, begun.totals, begun.effort)
+        begun.effort.seconds += time.perf_counter() - started
         begun.micro_batches += len(batches)
         if self._algorithm.epochs > 1:
             begun.batches += batches
@@ -167,7 +174,7 @@ class Learner:
         self.optimizer.zero_grad()
         self._begun = Begun()
 
-    def _take(self, scale: float) -> Begun:
+    def _take(self, scale: float, places: Sequence[int]) -> Begun:
         """What was begun of this step, as part of its first mini-batch's mean."""
         if not scale:
             self._drop()
@@ -177,24 +184,26 @@ class Learner:
                 if parameter.grad is not None:
                     parameter.grad.mul_(scale)
             begun.totals.losses *= scale
+            begun.totals.worst = [(ratio, places[number]) for ratio, number in begun.totals.worst]
             begun.batches = [_scaled(prepared, scale) for prepared in begun.batches]
         return begun
 
     def step(self, work: Work) -> dict[str, float]:
         """Train one batch: version + 1. A collective; every rank returns the same metrics, but for its seconds.
 
-        ``loss`` and ``grad_norm`` are means over the updates. Raises ``NotFinite`` (on every rank) when the first
-        update's loss or gradient is not finite, and nothing has changed; ``StepBroken`` when a later one's is not.
+        ``loss`` and ``grad_norm`` are means over the updates. Raises ``BadBatch`` (on every rank) when the first
+        update's loss or gradient is not finite, or its mean ratio is above ``max_ratio``, and nothing has changed;
+        ``StepBroken`` when a later one's loss or gradient is not finite.
         """
         started = time.perf_counter()
-        begun = self._take(work.scale)
-        seconds, totals = begun.seconds, begun.totals
+        begun = self._take(work.scale, work.places)
+        effort, totals = begun.effort, begun.totals
         count = len(work.updates) * self._algorithm.epochs
-        updates = [self._prepare(update, work.step, several=count > 1) for update in work.updates]
+        updates = [self._prepare(update, work.step, effort, several=count > 1) for update in work.updates]
         metrics: dict[str, float] = {}
         if self._algorithm.uses_critic:
             updates, metrics = self._normalised(updates)
-        seconds.prepare += time.perf_counter() - started
+        effort.prepare += time.perf_counter() - started
         rate = self.learning_rate
         for group in self.optimizer.param_groups:
             group["lr"] = group["full_lr"] * self._warmth
@@ -202,22 +211,26 @@ class Learner:
         outcomes: list[Outcome] = []
         for _ in range(self._algorithm.epochs):
             for update in updates:
-                self._pass(update, totals, seconds)
+                self._pass(update, totals, effort)
                 outcome = self._outcome(totals)
-                totals = Totals()
                 self._demand_finite(outcome, len(outcomes), count)
+                if not outcomes:
+                    self._demand_ratios(outcome, totals.worst)
+                totals = Totals()
                 began = time.perf_counter()
                 clip_grads_with_norm_(list(self.policy.parameters()), self._trainer.grad_clip, outcome.norm)
                 if self.critic is not None and outcome.critic_norm is not None:
                     clip_grads_with_norm_(list(self.critic.parameters()), self._trainer.grad_clip, outcome.critic_norm)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-                seconds.optimizer += time.perf_counter() - began
+                effort.optimizer += time.perf_counter() - began
                 maxima = torch.maximum(maxima, outcome.maxima)
                 outcomes.append(outcome)
             updates[0] = begun.batches + updates[0]
             begun.batches = []
         self.version += 1
+        effort.seconds += time.perf_counter() - started
+        self.effort = effort
         metrics |= statistics.summarise([o.sums for o in outcomes], maxima)
         if self._algorithm.uses_critic:
             metrics["value_loss"] = math.fsum(o.value_loss for o in outcomes) / count
@@ -230,14 +243,16 @@ class Learner:
             "lr": rate,
             "updates": float(count),
             "micro_batches": float(sum(map(len, work.updates)) + begun.micro_batches),
-            "prepare_seconds": seconds.prepare,
-            "forward_seconds": seconds.forward,
-            "backward_seconds": seconds.backward,
-            "optimizer_seconds": seconds.optimizer,
+            "prepare_seconds": effort.prepare,
+            "forward_seconds": effort.forward,
+            "backward_seconds": effort.backward,
+            "optimizer_seconds": effort.optimizer,
             "seconds": time.perf_counter() - started,
         }
 
-    def _prepare(self, micro_batches: Sequence[Sequence[Share]], step: int, several: bool) -> list[Prepared]:
+    def _prepare(
+        self, micro_batches: Sequence[Sequence[Share]], step: int, effort: Effort, several: bool
+    ) -> list[Prepared]:
         """Pack, and ask the frozen policies: the reference, and the policy as it is before the first of ``several``
         updates, and its critic. In the first update π_prox is π_θ itself, which the training pass computes anyway."""
         algorithm = self._algorithm
@@ -248,6 +263,9 @@ class Learner:
             batch = pack(shares, step, self._device)
             before = _scores(self.policy, batch) if asked else None
             reference = None if self._reference is None else _scores(self._reference, batch).logprobs
+            for scorer in (self.policy if asked else None, self._reference, self.critic):
+                if scorer is not None:
+                    effort.scoring += self._operations(scorer, batch)[0]
             prepared.append(
                 Prepared(
                     batch=batch,
@@ -292,7 +310,7 @@ class Learner:
 
         return [[normalised(prepared) for prepared in update] for update in updates], critics.summarise(moments)
 
-    def _pass(self, batches: Sequence[Prepared], totals: Totals, seconds: Seconds) -> None:
+    def _pass(self, batches: Sequence[Prepared], totals: Totals, effort: Effort) -> None:
         """Forward and backward of each: gradients into ``.grad``, everything else into ``totals``."""
         # FSDP averages gradients over the ranks; the batch's loss is their sum.
         ranks = dist.get_world_size()
@@ -316,20 +334,36 @@ class Learner:
                 part, largest = statistics.measure(tokens, per_token, rejected, self._algorithm.importance_cap)
                 totals.sums, totals.maxima = totals.sums + part, torch.maximum(totals.maxima, largest)
                 totals.losses[0] += loss.detach().double().cpu()
+                totals.note(statistics.sequence_ratios(tokens), batch.numbers)
             if judged is not None and values is not None:
                 loss = loss + self._value_loss(values, judged, totals)
+            self._count(batch, effort)
             turned = time.perf_counter()
             (loss * ranks).backward()
-            seconds.forward += turned - began
-            seconds.backward += time.perf_counter() - turned
+            effort.forward += turned - began
+            effort.backward += time.perf_counter() - turned
             if judged is not None and self.critic is not None:
                 # After the policy's backward, so that only one model's activations are held at a time.
                 began = time.perf_counter()
                 value_loss = self._value_loss(self.critic(batch.tokens, batch.layout, batch.positions), judged, totals)
                 turned = time.perf_counter()
                 (value_loss * ranks).backward()
-                seconds.forward += turned - began
-                seconds.backward += time.perf_counter() - turned
+                effort.forward += turned - began
+                effort.backward += time.perf_counter() - turned
+
+    def _operations(self, trunk: Policy | Critic, batch: Packed) -> tuple[float, float]:
+        """Of a forward pass and a backward pass on this rank, which may share its rows with others."""
+        if not batch.real:
+            return 0.0, 0.0
+        cost, lengths, scored = self._costs[id(trunk)], batch.layout.lengths, len(batch.targets)
+        return cost.forward(lengths, scored) / trunk.sharing, cost.backward(lengths, scored) / trunk.sharing
+
+    def _count(self, batch: Packed, effort: Effort) -> None:
+        trained = (self.policy,) if self.critic is None else (self.policy, self.critic)
+        effort.passes.append(math.fsum(n for trunk in trained for n in self._operations(trunk, batch)))
+        if batch.real:
+            effort.micro_batches += 1
+            effort.tokens += batch.layout.tokens / self.policy.sharing
 
     def _value_loss(self, values: Tensor, judged: Judged, totals: Totals) -> Tensor:
         """To be minimised beside the policy's; bare, it is added to ``totals``."""
@@ -373,7 +407,22 @@ class Learner:
         remedy = "lower trainer.learning_rate or look at the batch"
         if done:
             raise StepBroken(f"{what} after {done} of them were made: {remedy}")
-        raise NotFinite(f"{what}; the weights are unchanged: {remedy}")
+        raise BadBatch(f"{what}; the weights are unchanged: {remedy}")
+
+    def _demand_ratios(self, outcome: Outcome, worst: Sequence[tuple[float, int]]) -> None:
+        limit, mean = self._algorithm.max_ratio, statistics.mean_ratio(outcome.sums)
+        if not limit or mean <= limit:
+            return
+        self.optimizer.zero_grad()
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, worst, group=self._control)
+        named = heapq.nlargest(NAMED_SEQUENCES, (pair for pairs in of_ranks for pair in pairs))
+        listed = ", ".join(f"sequence {number}: {ratio:.3g}" for ratio, number in named)
+        raise BadBatch(
+            f"step {self.version}: the mean ratio of the trainer's probabilities to the engine's is {mean:.3g}, above "
+            f"algorithm.max_ratio = {limit:g} (largest: {listed}); the weights are unchanged: check that the engines "
+            "have the trainer's weights, temperature and precision, or raise algorithm.max_ratio (0: no limit)"
+        )
 
 
 def _scaled(prepared: Prepared, scale: float) -> Prepared:

@@ -7,7 +7,7 @@ micro-batches and the number of ranks change only the order of additions.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -29,10 +29,11 @@ class StepRefused(Exception):
 
 
 class Share(Record, frozen=True, kw_only=True):
-    """One sequence as a rank trains it; ``weight`` is that of each of its trained tokens in the mini-batch's mean,
-    ``value_weight`` that of each of its steps in the mean of the value loss."""
+    """One sequence as a rank trains it, and its ``number`` in the batch; ``weight`` is that of each of its trained
+    tokens in the mini-batch's mean, ``value_weight`` that of each of its steps in the mean of the value loss."""
 
     sequence: TrainSequence
+    number: int
     weight: float
     value_weight: float = 0.0
 
@@ -40,16 +41,18 @@ class Share(Record, frozen=True, kw_only=True):
 class Work(Record, frozen=True, kw_only=True):
     """One rank's part of a step: for each update (mini-batch) its packed micro-batches, as many as on every other
     rank. ``step`` is the version being trained. Where a ``Part`` or more of the first mini-batch was trained before,
-    ``scale`` is what their sums are multiplied by to be parts of its mean; 0: there is none that counts."""
+    ``scale`` is what their sums are multiplied by to be parts of its mean; 0: there is none that counts. ``places`` are
+    the numbers in the batch of the sequences that were fed for it."""
 
     step: int
     updates: list[list[list[Share]]]
     scale: float = 0.0
+    places: list[int] = []
 
 
 class Part(Record, frozen=True, kw_only=True):
     """One rank's micro-batches of some of the first mini-batch's sequences, before the others are known: weights are
-    those of a sum. ``first``: what was there of a step before is to be forgotten."""
+    those of a sum, numbers count what was fed. ``first``: what was there of a step before is to be forgotten."""
 
     step: int
     micro_batches: list[list[Share]]
@@ -64,10 +67,11 @@ def plan_work(
     hidden: int,
     trainer: TrainerConfig,
     algorithm: AlgorithmConfig,
-    done: Collection[int] = (),
+    done: Sequence[int] = (),
 ) -> list[Work]:
-    """Deal a batch out to the ranks. ``done`` are the sequences that were trained in parts: they count in the mean of
-    their mini-batch, which has to be the first. Raises ``StepRefused`` for a sequence that cannot be trained.
+    """Deal a batch out to the ranks. ``done`` are the sequences that were trained in parts, in the order they were fed:
+    they count in the mean of their mini-batch, which has to be the first. Raises ``StepRefused`` for a sequence that
+    cannot be trained.
 
     Mini-batches are stretches of the batch in its order, of equal numbers of sequences or one more; one without any
     trained token is no update. Sequences whose advantages are all 0 (a group of equal rewards) keep their place in the
@@ -79,6 +83,7 @@ def plan_work(
     if not any(generated):
         raise StepRefused(f"step {request.step}: the batch has no generated token; check the environment's loss masks")
     updates: list[list[list[list[Share]]]] = []
+    early = frozenset(done)
     cuts = [len(generated) * k // algorithm.mini_batches for k in range(algorithm.mini_batches + 1)]
     if any(i >= cuts[1] for i in done):
         raise StepRefused(f"step {request.step}: a sequence was trained early that is not of the first mini-batch")
@@ -96,15 +101,23 @@ def plan_work(
             for i in range(start, end)
             if _has_gradient(columns[i], algorithm) or (generated[i] and request.sequences[i].turn_rewards)
         ]
-        left = [i for i in kept if i not in done]
+        left = [i for i in kept if i not in early]
         shares = [
-            Share(sequence=request.sequences[i], weight=weights[i - start], value_weight=value_weights[i - start])
+            Share(
+                sequence=request.sequences[i],
+                number=i,
+                weight=weights[i - start],
+                value_weight=value_weights[i - start],
+            )
             for i in left
         ]
         # With nothing to train at all, a dummy is: there must be a gradient to step on.
         dealt = _deal(shares, ranks, hidden, trainer) if left or not kept else [[] for _ in range(ranks)]
         updates.append(dealt)
-    return [Work(step=request.step, updates=[update[rank] for update in updates], scale=scale) for rank in range(ranks)]
+    return [
+        Work(step=request.step, updates=[update[rank] for update in updates], scale=scale, places=[*done])
+        for rank in range(ranks)
+    ]
 
 
 def plan_part(
@@ -124,8 +137,8 @@ def plan_part(
     columns = [_check(number, sequence, vocabulary) for number, sequence in enumerate(sequences, first_number)]
     weights = token_weights([int(mask.sum()) for mask, _ in columns], algorithm.aggregation, 1)
     shares = [
-        Share(sequence=sequence, weight=weight)
-        for sequence, weight, column in zip(sequences, weights, columns, strict=True)
+        Share(sequence=sequence, number=number, weight=weight)
+        for number, (sequence, weight, column) in enumerate(zip(sequences, weights, columns, strict=True), first_number)
         if _has_gradient(column, algorithm)
     ]
     if sum(map(_length, shares)) < ranks * trainer.micro_batch_tokens:
@@ -201,7 +214,7 @@ def _check(number: int, sequence: TrainSequence, vocabulary: int) -> tuple[NDArr
 
 class Packed(Record, frozen=True, kw_only=True):
     """One micro-batch as tensors: a row of tokens and, for each trained token, where it is and its columns, which are
-    those of ``loss.Tokens``. ``real`` is False for a dummy."""
+    those of ``loss.Tokens``; ``numbers`` are its sequences'. ``real`` is False for a dummy."""
 
     tokens: Tensor
     layout: Layout
@@ -212,11 +225,13 @@ class Packed(Record, frozen=True, kw_only=True):
     weights: Tensor
     staleness: Tensor
     lengths: Tensor
+    numbers: list[int]
     real: bool
 
 
 _DUMMY = Share(
     sequence=TrainSequence(tokens=bytes(8), loss_mask=b"\x00\x01", logprobs=bytes(8), versions=bytes(8), advantage=0.0),
+    number=-1,
     weight=0.0,
 )
 
@@ -254,5 +269,6 @@ def pack(shares: Sequence[Share], step: int, device: torch.device) -> Packed:
         weights=column(weights, torch.float32),
         staleness=column(staleness, torch.long),
         lengths=torch.tensor(counts, device=device),
+        numbers=[share.number for share in shares],
         real=bool(shares),
     )

@@ -88,7 +88,7 @@ def run(recipe: Recipe, folder: str, port: int, run_dir: Path, resume: Path | No
         else:
             leader = Leader(rank, run_dir)
             server = Server(listener, leader)
-            for job in server.jobs():
+            for job in rank.commands(server.jobs()):
                 job()
             leader.shutdown()
             server.close()

@@ -23,7 +23,7 @@ from asyncrl.train.critic import Judged
 from asyncrl.train.description import CheckpointError
 from asyncrl.train.model import ModelError
 from asyncrl.train.rank import Rank
-from asyncrl.train.step import NotFinite
+from asyncrl.train.step import BadBatch
 from asyncrl.train.work import StepRefused, Work, plan_work, step_lengths
 from asyncrl.wire import TrainReq, TrainSequence
 
@@ -112,7 +112,7 @@ def test_by_hand() -> None:
     """Two turns of two tokens and one, of which the second brings 4; γ = λ = 0.5, a penalty of 1 on the third token."""
     sequence = train_request(make_batch(0, seed=0), [0.0] * 16).sequences[0]
     sequence = msgspec.structs.replace(sequence, loss_mask=b"\0\1\1\0\1\0", turn_ends=(3, 6), turn_rewards=(0.0, 4.0))
-    share = critic.Share(sequence=sequence, weight=0.1, value_weight=0.5)
+    share = critic.Share(sequence=sequence, number=0, weight=0.1, value_weight=0.5)
     values, penalties = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 0.0, 1.0])
     keys = {"advantage": "gae", "gamma": 0.5, "gae_lambda": 0.5}
     # δ of tokens: 0 + 0.5·2 − 1 = 0; 0 + 0.5·3 − 2 = −0.5; (4 − 1) − 3 = 0
@@ -334,7 +334,7 @@ def test_a_step_that_is_not_finite_changes_nothing(model_folder: Path) -> None:
     before = state(one)
     batch = make_batch(0, seed=3)
     huge = [TurnRewards(ends=r.ends, rewards=tuple(1e38 for _ in r.ends)) for r in make_rewards(batch, 3)]
-    with pytest.raises(NotFinite, match=r"step 0: the (loss|gradient) is not finite"):
+    with pytest.raises(BadBatch, match=r"step 0: the (loss|gradient) is not finite"):
         one.learner.step(work_of(one, batch, huge))
     assert_same(before, state(one))
 

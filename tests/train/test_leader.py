@@ -18,7 +18,7 @@ from asyncrl.train import dump, export
 from asyncrl.train.client import train_request
 from asyncrl.train.leader import Leader
 from asyncrl.train.server import Refused
-from asyncrl.train.step import NotFinite, StepBroken
+from asyncrl.train.step import BadBatch, StepBroken
 from asyncrl.train.work import StepRefused
 from asyncrl.wire import PublishReq
 
@@ -80,7 +80,7 @@ def failing(leader: Leader, rank: PlayedRank, tmp_path: Path) -> Callable[[Excep
         def step(work: Any) -> dict[str, float]:
             raise error
 
-        rank.learner = SimpleNamespace(version=4, step=step)
+        rank.train = step
         rank.vocabulary, rank.hidden = 64, 32
         with pytest.raises((Refused, StepBroken)) as caught:
             leader.train_step(train_request(make_batch(4, seed=0), [1.0] * 16))
@@ -90,7 +90,7 @@ def failing(leader: Leader, rank: PlayedRank, tmp_path: Path) -> Callable[[Excep
     return train
 
 
-@pytest.mark.parametrize("kind", [NotFinite, StepBroken])
+@pytest.mark.parametrize("kind", [BadBatch, StepBroken])
 def test_the_batch_of_a_step_that_went_wrong_is_kept(
     failing: Callable[[Exception], str], tmp_path: Path, kind: type[Exception]
 ) -> None:
@@ -110,7 +110,7 @@ def test_a_batch_that_cannot_be_kept_is_no_new_error(
         raise SafetensorError("No space left on device")
 
     monkeypatch.setattr(dump, "save_file", full)
-    assert failing(NotFinite("step 4: bad")) == "step 4: bad; the batch could not be kept (No space left on device)"
+    assert failing(BadBatch("step 4: bad")) == "step 4: bad; the batch could not be kept (No space left on device)"
 
 
 def test_only_the_current_version_is_published(leader: Leader, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,6 +143,16 @@ def test_every_term_of_the_loss_and_later_updates_are_as_of_the_whole_batch(job:
     same(streamed.parameters(), whole.parameters(), rtol=0, atol=2e-5)
     for key in ("loss", "kl", "reference_kl", "rejected_fraction", "trained_tokens", "updates"):
         assert metrics[key] == pytest.approx(reported[key], rel=1e-4), key
+
+
+def test_sequences_that_were_fed_are_named_by_their_places_in_the_batch(job: Any) -> None:
+    batch = make_batch(0, seed=3, groups=6)
+    forged = batch.trajectories[10]
+    forged.logprobs[:] = array("f", [-40.0 * m for m in forged.loss_mask])
+    one = job()
+    assert one.feed([4], start=0, batch=batch) + one.feed([2], start=4, batch=batch) > 0
+    with pytest.raises(Refused, match=r"\(largest: sequence 10: .*; the batch is kept in .*bad-batch-0\.safetensors"):
+        one.train([4, 2], batch)
 
 
 def test_small_parts_wait_for_each_other(job: Any) -> None:

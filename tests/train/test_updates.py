@@ -22,7 +22,7 @@ from asyncrl.train import model
 from asyncrl.train.client import train_request
 from asyncrl.train.loss import LOSSES, LossFunction, Tokens
 from asyncrl.train.statistics import advantage_moments
-from asyncrl.train.step import Learner, NotFinite, StepBroken
+from asyncrl.train.step import BadBatch, Learner, StepBroken
 from asyncrl.train.work import Work, plan_work, token_advantages
 
 from .batches import VOCABULARY, make_advantages, make_batch
@@ -325,7 +325,7 @@ def test_what_is_not_to_be_trained_counts_in_no_mean() -> None:
     assert {s.weight for s in shares} == {1 / sum(t.generated for t in batch.trajectories[:15])}
 
 
-# --- what is not finite -----------------------------------------------------------------------------------------------
+# --- what must not be trained -----------------------------------------------------------------------------------------
 
 
 def test_a_later_update_that_is_not_finite_ends_the_job_and_the_first_only_the_step(
@@ -335,10 +335,33 @@ def test_a_later_update_that_is_not_finite_ends_the_job_and_the_first_only_the_s
     algorithm = AlgorithmConfig(mini_batches=2)
     one = learner(model_folder, lone_rank, algorithm)
     before = parameters(one)
-    with pytest.raises(NotFinite, match=r"step 0, update 1 of 2: the (loss|gradient) is not finite .* unchanged"):
+    with pytest.raises(BadBatch, match=r"step 0, update 1 of 2: the (loss|gradient) is not finite .* unchanged"):
         one.step(work_of(batch, [1e38] * 8 + [1.0] * 8, algorithm)[0])
     same(parameters(one), before, atol=0)
     with pytest.raises(
         StepBroken, match=r"step 0, update 2 of 2: the (loss|gradient) is not finite .* after 1 of them"
     ):
         one.step(work_of(batch, [1.0] * 8 + [1e38] * 8, algorithm)[0])
+
+
+def test_wrong_logprobs_end_the_step_before_anything_has_changed(
+    model_folder: Path, lone_rank: dist.ProcessGroup
+) -> None:
+    """Two sequences' engine logprobs are forged; where the limit is off they are trained, as far as clips let them."""
+    batch = make_batch(0, seed=3)
+    for trajectory, forged in ((batch.trajectories[5], -40.0), (batch.trajectories[9], -30.0)):
+        trajectory.logprobs[:] = array("f", [forged * m for m in trajectory.loss_mask])
+    one = learner(model_folder, lone_rank, AlgorithmConfig(mini_batches=2))
+    before = parameters(one)
+    (work,) = work_of(batch, [1.0] * 16, AlgorithmConfig())
+    with pytest.raises(
+        BadBatch,
+        match=r"step 0: the mean ratio .* above algorithm\.max_ratio = 100 \(largest: sequence 5: \d\.\S+e\+1\d, "
+        r"sequence 9: \S+e\+1\d, sequence \d+: .*\); the weights are unchanged: check .*",
+    ):
+        one.step(work)
+    same(parameters(one), before, atol=0)
+    assert all(p.grad is None for p in one.policy.parameters())
+    assert one.version == 0
+    off = learner(model_folder, lone_rank, AlgorithmConfig(max_ratio=0))
+    assert off.step(work)["ratio_mean"] > 1e10
