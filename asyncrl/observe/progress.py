@@ -104,6 +104,8 @@ class Progress:
         rows.append(("buffer", f"{text}  staleness {stale}{bound_note(recipe.staleness.limit)}"))
         if m:
             parts = [f"{key} {m[f'trainer/{key}']:.4g}" for key in ("loss", "grad_norm") if f"trainer/{key}" in m]
+            if "trainer/rank/mfu/mean" in m:
+                parts.append(f"mfu {_percent(m['trainer/rank/mfu/mean'])}")
             parts += [f"step {m['time/train']:.2f} s", f"idle {_percent(m.get('bubble/trainer_idle'))}"]
             rows.append(("trainer", "  ".join(parts)))
         else:

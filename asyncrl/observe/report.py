@@ -25,13 +25,22 @@ from asyncrl.observe.run_dir import EVALS, METRICS, RECIPE, REPORT, TRACE, RunDi
 from asyncrl.observe.summary import Summary, bound_note, duration, read_summary
 from asyncrl.observe.timeline import Lane, bin_segments, read_timeline
 
-SIZE_IN = (14.0, 10.0)
+SIZE_IN = (14.0, 12.5)
 DPI = 100
 BINS = 1200
 """Pieces of the timeline: about one a pixel."""
 MOST_TICKS = 150
 """A lane with more weight updates shows them by colour only."""
-PANELS = {"R": "reward", "S": "staleness", "T": "timeline", "L": "response", "D": "time"}
+PANELS = {
+    "R": "reward",
+    "S": "staleness",
+    "T": "timeline",
+    "L": "response",
+    "D": "time",
+    "K": "kl",
+    "C": "clip",
+    "E": "entropy",
+}
 VERSION_COLOURS = "viridis"
 WAIT, TRAIN, UPDATE, OTHER, LIMIT = "#c9ced6", "#3b6fb6", "#d9822b", "#8b6fb0", "#b02a2a"
 
@@ -49,14 +58,14 @@ def write_report(run_dir: Path) -> Path:
 
 
 def build_figure(run_dir: Path) -> Figure:
-    """The page, 14 × 10 in, with axes labelled ``reward``, ``staleness``, ``timeline``, ``response``, ``time``."""
+    """The page, 14 × 12.5 in, with axes labelled as ``PANELS`` says, and ``norm`` on the right of ``entropy``."""
     steps, evals = list(read_lines(run_dir / METRICS)), list(read_lines(run_dir / EVALS))
     summary = read_summary(run_dir)
     name, bound = _recipe(run_dir, summary)
     lanes = read_timeline(run_dir / TRACE)
     figure = Figure(figsize=SIZE_IN, dpi=DPI, layout="constrained")
-    heights = [3.0, min(3.4, 1.3 + 0.45 * len(lanes)), 2.8]
-    mosaic = figure.subplot_mosaic("RRRRSS;TTTTTT;LLLDDD", height_ratios=heights)
+    heights = [3.0, min(3.4, 1.3 + 0.45 * len(lanes)), 2.8, 2.5]
+    mosaic = figure.subplot_mosaic("RRRRSS;TTTTTT;LLLDDD;KKCCEE", height_ratios=heights)
     axes = {label: mosaic[letter] for letter, label in PANELS.items()}
     for label, ax in axes.items():
         ax.set_label(label)
@@ -66,6 +75,9 @@ def build_figure(run_dir: Path) -> Figure:
     draw_timeline(axes["timeline"], lanes)
     draw_response(axes["response"], steps)
     draw_time(axes["time"], steps)
+    draw_by_staleness(axes["kl"], steps, "kl", "KL(μ ‖ π), by staleness", "nats a token")
+    draw_by_staleness(axes["clip"], steps, "clip_fraction", "clipped tokens, by staleness", "share")
+    draw_entropy(axes["entropy"], steps)
     figure.suptitle(_title(name, steps, evals, summary), fontsize=13)
     return figure
 
@@ -178,6 +190,39 @@ def draw_time(ax: Axes, steps: Rows) -> None:
         ax.set_xlim(x[0] - 0.5, x[-1] + 0.5)
     ax.margins(y=0.2)
     ax.set_ylim(bottom=0)
+
+
+def draw_by_staleness(ax: Axes, steps: Rows, name: str, title: str, unit: str) -> None:
+    """A line for each staleness (in versions) that tokens were trained at; the last is of all that were older too."""
+    ax.set(title=title, xlabel="train step", ylabel=unit)
+    found = {key for row in steps for key in row if key.startswith(f"trainer/{name}_staleness_")}
+    ages = sorted(int(key.rsplit("_", 1)[1]) for key in found)
+    colours = colormaps[VERSION_COLOURS]
+    for rank, age in enumerate(ages):
+        x, y = _column(steps, f"trainer/{name}_staleness_{age}")
+        ax.plot(
+            x, y, color=colours(0.9 * rank / max(1, len(ages) - 1)), lw=1.2, marker="." * (len(x) < 3), label=f"{age}"
+        )
+    ax.margins(y=0.25)
+    ax.set_ylim(bottom=0)
+    ax.grid(alpha=0.25)
+    if ages:
+        ax.legend(loc="upper right", frameon=False, ncols=3, fontsize=9)
+
+
+def draw_entropy(ax: Axes, steps: Rows) -> None:
+    ax.set(title="entropy and gradient norm", xlabel="train step")
+    right = ax.twinx()
+    right.set_label("norm")
+    right.spines["top"].set_visible(False)
+    for side, key, label, colour in (
+        (ax, "entropy", "entropy (nats a token)", TRAIN),
+        (right, "grad_norm", "gradient norm, before clipping", UPDATE),
+    ):
+        side.plot(*_column(steps, f"trainer/{key}"), color=colour, lw=1.2)
+        side.set_ylabel(label, color=colour)
+        side.set_ylim(bottom=0)
+    ax.grid(alpha=0.25)
 
 
 def _column(rows: Rows, key: str) -> tuple[np.ndarray, np.ndarray]:

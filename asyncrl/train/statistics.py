@@ -30,9 +30,9 @@ SUMS = (
 )
 MAXIMA = ("ratio", "gap")
 STALENESS_BINS = 9
-"""Ratios and gaps are told apart for tokens of staleness 0, 1, …, 7, and 8 or more."""
+"""Ratios, clipping and gaps are told apart for tokens of staleness 0, 1, …, 7, and 8 or more."""
 
-_BY_STALENESS = ("tokens", "kl", "gap")
+_BY_STALENESS = ("tokens", "ratio", "clipped", "kl", "gap")
 _LARGEST = 80.0
 
 
@@ -61,7 +61,8 @@ def measure(tokens: Tokens, per_token: PerToken, rejected: Tensor, cap: float) -
     totals = torch.stack([column.double() for column in columns]).sum(-1)
     bins = torch.arange(STALENESS_BINS, device=ratio.device)
     member = (tokens.staleness.clamp(0, STALENESS_BINS - 1) == bins[:, None]).double()
-    by_staleness = torch.stack([one, kl, gap]) @ member.T
+    clipped = (per_token.low | per_token.high).double()
+    by_staleness = torch.stack([one, ratio, clipped, kl, gap]) @ member.T
     largest = torch.stack([ratio.amax(), gap.amax()])
     return torch.cat([totals, by_staleness.flatten()]).cpu(), largest.cpu()
 
@@ -116,10 +117,12 @@ def summarise(updates: Sequence[Tensor], maxima: Tensor) -> dict[str, float]:
         of = dict(zip(SUMS, part.tolist(), strict=False))
         metrics[f"kl_update_{u}"] = of["kl"] / max(1.0, of["tokens"])
         metrics[f"clip_fraction_update_{u}"] = (of["low"] + of["high"]) / max(1.0, of["tokens"])
-    counts, kls, gaps = sums[len(SUMS) :].view(len(_BY_STALENESS), STALENESS_BINS).tolist()
+    counts, ratios, clipped, kls, gaps = sums[len(SUMS) :].view(len(_BY_STALENESS), STALENESS_BINS).tolist()
     for age, count in enumerate(counts):
         if count:
             metrics[f"tokens_staleness_{age}"] = count
+            metrics[f"ratio_staleness_{age}"] = ratios[age] / count
+            metrics[f"clip_fraction_staleness_{age}"] = clipped[age] / count
             metrics[f"kl_staleness_{age}"] = kls[age] / count
             metrics[f"engine_gap_staleness_{age}"] = gaps[age] / count
     return metrics

@@ -60,6 +60,16 @@ def make_trajectory(
     )
 
 
+def by_staleness(step: int) -> dict[str, float]:
+    """What a trainer says of tokens of each staleness; the first step has only fresh ones."""
+    ages = range(min(2, step + 1))
+    return {
+        f"{name}_staleness_{age}": scale * (1 + age) * (1 + step % 5)
+        for name, scale in (("kl", 0.001), ("clip_fraction", 0.02))
+        for age in ages
+    }
+
+
 def make_step(step: int, trajectories: list[Trajectory], at: float, **changes: float) -> StepMetrics:
     group = Group(id=step, task=Task(id="t", data={}), v_traj=0, trajectories=tuple(trajectories))
     times = {"seconds": 3.0, "wait_s": 1.0, "train_s": 1.5, "update_s": 0.25} | changes
@@ -71,7 +81,13 @@ def make_step(step: int, trajectories: list[Trajectory], at: float, **changes: f
         train_s=times["train_s"],
         update_s=times["update_s"],
         tokens=int(changes.get("tokens", 100 * (step + 1))),
-        trainer={"loss": 0.5 / (step + 1), "grad_norm": 1.25},
+        trainer={
+            "loss": 0.5 / (step + 1),
+            "grad_norm": 1.25,
+            "entropy": 3.0 / (step + 1),
+            "rank/mfu/mean": 0.25,
+            **by_staleness(step),
+        },
         buffer={"reserved": 3, "occupied": 2},
         ledger={"running": 5, "consumed": 16 * (step + 1)},
     )

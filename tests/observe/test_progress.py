@@ -116,7 +116,7 @@ def test_rows_after_steps_show_reward_trainer_and_time_left(recorder: Recorder, 
     rows = dict(progress.rows())
     # 17 steps of 4 s remain, and the next one began a second ago.
     assert rows["controller"] == "step 3/20  reward 1.000 ▁▅█  left 0:01:07"
-    assert rows["trainer"] == "loss 0.1667  grad_norm 1.25  step 1.50 s  idle 56 %"
+    assert rows["trainer"] == "loss 0.1667  grad_norm 1.25  mfu 25 %  step 1.50 s  idle 56 %"
     assert rows["buffer"].endswith("staleness mean 0.00 max 0 (bound 1)")
     recorder.eval(0, 0.25, 64)
     recorder.eval(3, 0.75, 64)

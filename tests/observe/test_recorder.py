@@ -20,7 +20,7 @@ from asyncrl.observe.recorder import Recorder, trajectory_line
 from asyncrl.observe.run_dir import EVALS, METRICS, TRACE, TRAJECTORIES, RunDirError, read_lines
 from asyncrl.observe.trace import BUSY, read_trace
 
-from .synthetic import Clock, make_recipe, make_run, make_step, make_trajectory, tell_run
+from .synthetic import Clock, by_staleness, make_recipe, make_run, make_step, make_trajectory, tell_run
 from .test_run_dir import files_at_most
 
 
@@ -72,6 +72,9 @@ def test_a_step_becomes_one_flat_line_of_numbers(tmp_path: Path, clock: Clock):
         "env/accuracy": 0.5,
         "trainer/loss": 0.5 / 6,
         "trainer/grad_norm": 1.25,
+        "trainer/entropy": 3.0 / 6,
+        "trainer/rank/mfu/mean": 0.25,
+        **{f"trainer/{name}": value for name, value in by_staleness(5).items()},
         "buffer/reserved": 3,
         "buffer/occupied": 2,
         "ledger/running": 5,
@@ -172,7 +175,7 @@ def test_one_evaluation_is_before_and_not_after(tmp_path: Path, clock: Clock):
     recorder.eval(0, 0.25, 64)
     recorder.close()
     assert (summary_of(recorder).heldout_before, summary_of(recorder).heldout_after) == (0.25, None)
-    assert list(read_lines(tmp_path / EVALS)) == [{"version": 0, "accuracy": 0.25, "n": 64, "at": 2.0}]
+    assert list(read_lines(tmp_path / EVALS)) == [{"version": 0, "accuracy": 0.25, "n": 64, "at": 2.0, "details": {}}]
 
 
 def test_a_trajectory_line_gives_the_columns_back():

@@ -32,7 +32,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_page_is_a_png_of_its_size_and_can_be_drawn_again(run_dir: Path):
     path = write_report(run_dir)
     assert path == run_dir / "report.png"
-    assert imread(path).shape[:2] == (1000, 1400)
+    assert imread(path).shape[:2] == (1250, 1400)
     assert write_report(run_dir).stat().st_size == path.stat().st_size
 
 
@@ -52,6 +52,14 @@ def test_the_axes_show_what_the_files_say(run_dir: Path):
     assert sum(bars.values()) == 30 * 16
     assert axes["staleness"].lines[0].get_xdata() == [1.5, 1.5]
     assert [text.get_text() for text in axes["staleness"].texts if "bound" in text.get_text()] == ["bound 1"]
+    for panel, name in (("kl", "kl"), ("clip", "clip_fraction")):
+        lines = {str(line.get_label()): line.get_xydata().tolist() for line in axes[panel].lines}
+        for age in (0, 1):
+            key = f"trainer/{name}_staleness_{age}"
+            assert lines[f"{age}"] == [[row["step"], row[key]] for row in rows if key in row]
+        assert len(lines["1"]) < 30, "a step without such tokens has no point"
+    for panel, name in (("entropy", "entropy"), ("norm", "grad_norm")):
+        assert axes[panel].lines[0].get_ydata().tolist() == [row[f"trainer/{name}"] for row in rows]
 
 
 def test_a_steps_time_stacks_up_to_the_whole_step(run_dir: Path):
@@ -102,14 +110,14 @@ def test_a_killed_run_has_a_report(tmp_path: Path):
     figure = build_figure(tmp_path)
     assert "not finished · 9 steps" in figure.get_suptitle()
     assert len(axes_of(figure)["timeline"].images) == 3
-    assert imread(write_report(tmp_path)).shape[:2] == (1000, 1400)
+    assert imread(write_report(tmp_path)).shape[:2] == (1250, 1400)
     recorder.close()
 
 
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_run_that_hardly_began_has_a_report(tmp_path: Path, steps: int):
     make_run(tmp_path, steps=steps)
-    assert imread(write_report(tmp_path)).shape[:2] == (1000, 1400)
+    assert imread(write_report(tmp_path)).shape[:2] == (1250, 1400)
 
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path):
