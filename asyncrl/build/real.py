@@ -25,12 +25,12 @@ from asyncrl.observe.run_dir import RECIPE, RunDirError, write_atomic
 from asyncrl.observe.summary import Summary, write_summary
 from asyncrl.ports import Engine, EngineError, TrainerError, WeightTransport
 from asyncrl.processes import free_port
+from asyncrl.runtime import user_code
 from asyncrl.runtime.env_manager import EpisodePlayer
 from asyncrl.runtime.gateway import Gateway
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.restarts import RestartingTrainer
 from asyncrl.runtime.reward import Scorer
-from asyncrl.runtime.rollout import RolloutPlayer
 from asyncrl.servers import LocalServers
 from asyncrl.tokenizer import HuggingFaceTokenizer
 from asyncrl.train.client import HttpTrainer
@@ -43,8 +43,7 @@ FLUSH_S = 2.0
 RENDER_S = 0.25
 HEALTH_INTERVAL_S = 10.0
 HEALTH_FAILURES = 3
-_ENTRIES = (EpisodePlayer._begin, EpisodePlayer._step, RolloutPlayer._program, Scorer.score)
-USER_CODE = frozenset(f.__code__ for f in _ENTRIES)
+USER_CODE = frozenset(f.__code__ for f in (user_code.enter, EpisodePlayer._begin, Scorer.score))
 """Where user code is entered: what may be interrupted when it blocks the loop."""
 
 

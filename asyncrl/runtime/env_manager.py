@@ -27,7 +27,7 @@ from asyncrl.runtime.conversation import ChatTemplate, Conversation
 from asyncrl.runtime.llm_proxy import Completion, LLMProxy, Prompt
 from asyncrl.runtime.reward import Scorer, checked_reward
 from asyncrl.runtime.sample_buffer import Lease, SampleBuffer
-from asyncrl.runtime.user_code import EpisodeFailed, FailureWindow, user_call
+from asyncrl.runtime.user_code import EpisodeFailed, FailureWindow, in_own_task, user_call
 from asyncrl.shield import to_the_end
 
 
@@ -132,7 +132,7 @@ class EpisodePlayer:
             envs.append(await self._envs.acquire())
         began = asyncio.get_running_loop().time()
         async with user_call("reset", self._limits.reset_timeout_s):
-            observation = await envs[-1].reset(task)
+            observation = await in_own_task(envs[-1].reset(task))
         dialogue = Conversation(self._template)
         dialogue.reset_s = asyncio.get_running_loop().time() - began
         _observe(dialogue, "reset", observation)
@@ -197,7 +197,7 @@ class EpisodePlayer:
             tool_calls=dialogue.tool_calls(text),
         )
         async with user_call("step", self._limits.step_timeout_s):
-            step = await env.step(action)
+            step = await in_own_task(env.step(action))
             if not isinstance(step, Step):
                 raise EpisodeFailed("step", f"returned {type(step).__name__}; it must return asyncrl.Step")
             if step.metrics:

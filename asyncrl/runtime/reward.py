@@ -16,7 +16,7 @@ from typing import Any
 from asyncrl.core.types import Task
 from asyncrl.env import Action
 from asyncrl.ports import Blocking
-from asyncrl.runtime.user_code import EpisodeFailed, user_call
+from asyncrl.runtime.user_code import EpisodeFailed, in_own_task, user_call
 
 RewardFunction = Callable[[Task, Action], "float | Awaitable[float]"]
 
@@ -39,7 +39,7 @@ class Scorer:
             else:
                 answer = await self._blocking.run(self._function, task, action)
             if inspect.isawaitable(answer):
-                answer = await answer
+                answer = await in_own_task(answer)
             return checked_reward("reward", answer)
 
 

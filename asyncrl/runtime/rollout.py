@@ -20,17 +20,9 @@ from asyncrl.runtime.env_manager import Episode
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.reward import checked_reward
 from asyncrl.runtime.session import Session, SessionLimits
-from asyncrl.runtime.user_code import EpisodeFailed, user_call
+from asyncrl.runtime.user_code import EpisodeFailed, in_own_task, user_call
 
 Rollout = Callable[[Task, Agent], "Coroutine[Any, Any, float | None] | Awaitable[float | None]"]
-
-
-class _Outcome:
-    """Of a program. Until it has ended it counts as one that cancelled itself."""
-
-    def __init__(self) -> None:
-        self.returned = 0.0
-        self.error: BaseException | None = asyncio.CancelledError("the program cancelled itself")
 
 
 class RolloutPlayer:
@@ -86,8 +78,8 @@ class RolloutPlayer:
             on_busy=on_busy,
         )
         try:
-            async with scope:
-                returned = await self._run(task, session)
+            async with scope, user_call("rollout", None):
+                returned = await in_own_task(self._program(task, session))
         except TimeoutError:
             raise EpisodeFailed(
                 "rollout", f"neither asked the model nor ended within env.step_timeout_s = {self._idle_timeout_s:g} s"
@@ -103,25 +95,14 @@ class RolloutPlayer:
         reward = checked_reward("rollout", sum(turn.reward for turn in turns))
         return [Episode(turns=turns, reward=reward, finish_reason=session.finish_reason, metrics=metrics)]
 
-    async def _run(self, task: Task, session: Session) -> float:
-        """The user's program; what it returned. It has a task of its own: a TaskGroup of a program that fails leaves
-        CPython 3.11's count of cancellations wrong, which would pass for ours."""
-        outcome = _Outcome()
-        async with user_call("rollout", None):
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._program(task, session, outcome))
-            if outcome.error is not None:
-                raise outcome.error
-        return outcome.returned
-
-    async def _program(self, task: Task, session: Session, outcome: _Outcome) -> None:
-        """Never raises but for its own cancellation."""
+    async def _program(self, task: Task, session: Session) -> float:
+        """The user's program; what it returned. A limit is no failure; ``finish_reason`` tells of it."""
         try:
             with nullcontext() if self._admit is None else self._admit(session):
                 returned = await self._rollout(task, session)
-            outcome.returned = 0.0 if returned is None else checked_reward("rollout", returned)
-            outcome.error = None
         except (Exception, SystemExit) as error:
-            # A limit is no failure; ``finish_reason`` tells of it.
             failed = error.split(EpisodeOver)[1] if isinstance(error, ExceptionGroup) else error
-            outcome.error = None if isinstance(failed, EpisodeOver) else failed
+            if failed is None or isinstance(failed, EpisodeOver):
+                return 0.0
+            raise failed from None
+        return 0.0 if returned is None else checked_reward("rollout", returned)

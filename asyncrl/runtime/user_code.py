@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
+from typing import Generic, TypeVar
 
 from asyncrl.env import EnvDown
 from asyncrl.ports import RemoteError, TooManyStuck
+
+T = TypeVar("T")
 
 MAX_REASON = 200
 """Characters of a reason in the ledger."""
@@ -64,6 +67,34 @@ async def user_call(where: str, timeout_s: float | None) -> AsyncIterator[None]:
     finally:
         if task.cancelling() > cancellations:
             raise asyncio.CancelledError
+
+
+class _Outcome(Generic[T]):
+    """What a task brought: ``value``, unless there is an ``error``."""
+
+    value: T
+    error: BaseException | None = None
+
+
+async def in_own_task(work: Awaitable[T]) -> T:
+    """Await user code in a task of its own: a ``TaskGroup`` of the user's that fails leaves CPython 3.11's count of
+    cancellations wrong, which would pass for a cancellation of ours."""
+    outcome: _Outcome[T] = _Outcome()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(enter(work, outcome))
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome.value
+
+
+async def enter(work: Awaitable[T], outcome: _Outcome[T]) -> None:
+    """Where user code begins. Never raises: if it was cancelled, so was whoever waits for it."""
+    try:
+        outcome.value = await work
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        outcome.error = error
 
 
 def _failed(where: str, error: BaseException, *, infra: bool = False) -> EpisodeFailed:

@@ -376,3 +376,35 @@ def test_cancelling_an_episode_at_any_await_closes_its_env() -> None:
         assert Dialogue.open == 0
         turn += 1
     assert turn > 20
+
+
+@pytest.mark.parametrize("method", ["reset", "step"])
+def test_a_task_group_of_the_environment_that_fails_costs_an_episode_and_no_slot(method: str) -> None:
+    """CPython 3.11 leaves the task's count of cancellations wrong then, which must not pass for one of ours."""
+
+    async def fail() -> None:
+        await asyncio.sleep(0.1)
+        raise RuntimeError("a child failed")
+
+    async def fails() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fail())
+
+    class Grouped(Dialogue):
+        async def reset(self, task: Task) -> str:
+            if method == "reset":
+                await fails()
+            return await super().reset(task)
+
+        async def step(self, action: Action) -> Step:
+            await fails()
+            return await super().step(action)
+
+    async def main() -> int:
+        task = asyncio.current_task()
+        assert task is not None
+        with pytest.raises(EpisodeFailed, match=rf"{method}: ExceptionGroup: unhandled errors"):
+            await play(Grouped)
+        return task.cancelling()
+
+    assert run(main()) == 0

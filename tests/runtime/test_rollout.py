@@ -435,6 +435,7 @@ def test_a_long_conversation_costs_its_own_length(tmp_path: Path) -> None:
                 v_traj=0,
                 temperature=1.0,
                 top_p=1.0,
+                pinned=False,
                 on_busy=lambda busy: None,
             )
             messages: list[Any] = [say("user", "begin")]
