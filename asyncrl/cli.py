@@ -180,7 +180,7 @@ def _view(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     from asyncrl.observe.run_dir import RunDirError
     from asyncrl.observe.view import list_episodes, show_episode
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     try:
         if args.episode is None:
             list_episodes(args.run_dir, console, state=args.state, task=args.task, last=args.last)

@@ -36,7 +36,11 @@ def world(
         table,
         {
             "preset": "sync",
-            "env": {"max_turns": turns, "step_timeout_s": never, "reset_timeout_s": never, "reward_timeout_s": never},
+            "env": {
+                "max_turns": turns,
+                **dict.fromkeys(("step_timeout_s", "reset_timeout_s", "reward_timeout_s"), never),
+                "episode_timeout_s": 3 * never,
+            },
             "rollout": {
                 "batch_groups": prompts,
                 "group_size": group_size,

@@ -54,7 +54,7 @@ def table(groups: int, size: int, steps: int) -> dict[str, Any]:
     return merge(
         world(prompts=PROMPTS, group_size=GROUP, turns=3, tokens={"kind": "constant", "value": 100}, env=env),
         {
-            "env": {"step_timeout_s": 120.0, "retries": 5, "max_failure_rate": 1.0},
+            "env": {"step_timeout_s": 120.0, "retries": 5, "backoff_s": 0.0, "max_failure_rate": 1.0},
             "rollout": {
                 "max_additional_running_prompts": groups - PROMPTS,
                 "group_size_redundancy": size - GROUP,

@@ -73,6 +73,7 @@ def world(
             "idle_timeout_s": never,
         },
         "env": {"episode_timeout_s": never},
+        "update": {"overlap": False},
         "rollout": {"max_new_tokens": RESPONSE_TOKENS, "max_tokens": PROMPT_TOKENS + RESPONSE_TOKENS},
         "run": {"trace_requests": False},
         "weights": {"transport": "collective"},

@@ -85,6 +85,7 @@ def table(
         },
         "staleness": staleness,
         "env": {"episode_timeout_s": forever},
+        "update": {"overlap": False},
         "engine": {
             "max_running_requests": concurrency,
             "max_total_tokens": concurrency * (cap + 64),
