@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from asyncrl.env import Action, Cost, Observation, Step, SyncEnv, Task
 from asyncrl.envs.alfworld_games import SPLITS, TASK_TYPES
+from asyncrl.envs.dialogue import Dialogue, Style
 
 try:
     from asyncrl.envs.alfworld_engine import AlfredEngine
@@ -34,14 +34,12 @@ INSTRUCTIONS = (
     "clean (object) with (receptacle); cool (object) with (receptacle); slice (object) with (object). Names carry "
     "their number, as in: take mug 1 from shelf 2."
 )
-ACTION = re.compile(r"^\W*action\s*:\W*(?P<command>.*?)[\s*`.]*$", re.IGNORECASE | re.MULTILINE)
 
 
 class ALFWorld(SyncEnv):
     """``data`` is the folder that the rows' ``game`` is relative to, ``cache`` one for translated games (a game is then
-    translated once in all, not once a process). ``style``: ``plain`` is the game's text with a ``>`` behind it, and the
-    action's first line is the command; ``chat`` gives messages with instructions, and the command is what stands behind
-    the last ``Action:``. ``admissible``: list the commands that have an effect.
+    translated once in all, not once a process). ``style`` as in ``Dialogue``; ``chat`` begins with instructions.
+    ``admissible``: list the commands that have an effect.
 
     The longest episode is the recipe's ``env.max_turns``.
     """
@@ -53,13 +51,11 @@ class ALFWorld(SyncEnv):
         self,
         data: str = "",
         cache: str = "",
-        style: Literal["plain", "chat"] = "plain",
+        style: Style = "plain",
         admissible: bool = False,
     ) -> None:
-        if style not in ("plain", "chat"):
-            raise ValueError(f"env.kwargs.style = {style!r}: must be plain or chat")
+        self._dialogue = Dialogue(style)
         self._data = Path(data)
-        self._is_chat = style == "chat"
         self._admissible = admissible
         self._engine = AlfredEngine(Path(cache) if cache else None)
         self._task_type = ""
@@ -68,14 +64,13 @@ class ALFWorld(SyncEnv):
     def reset(self, task: Task) -> Observation | str:
         self._task_type, self._steps = task.data.get("task_type", ""), 0
         intro = self._engine.load(self._data / task.data["game"]).replace(WELCOME, "").strip()
-        if self._is_chat:
+        if self._dialogue.is_chat:
             intro = f"{INSTRUCTIONS}\n\n{intro}"
         return self._observation(intro, first=True)
 
     def step(self, action: Action) -> Step:
         self._steps += 1
-        command = read_action(action.text) if self._is_chat else action.text.strip().partition("\n")[0]
-        answer, won = self._engine.step(command)
+        answer, won = self._engine.step(self._dialogue.read(action.text))
         metrics = {"success": float(won), "steps": float(self._steps)}
         if self._task_type:
             metrics[f"success/{self._task_type}"] = float(won)
@@ -87,15 +82,7 @@ class ALFWorld(SyncEnv):
     def _observation(self, text: str, *, first: bool) -> Observation | str:
         if self._admissible:
             text += f"\nAdmissible commands: {', '.join(self._engine.admissible_commands)}."
-        if self._is_chat:
-            return Observation(messages=[{"role": "user", "content": text}])
-        return f"{text}\n>" if first else f"\n{text}\n>"
-
-
-def read_action(text: str) -> str:
-    """The command of a ReAct-style reply, behind its last ``Action:``; empty if it has none."""
-    found = ACTION.findall(text.rpartition("</think>")[2])
-    return found[-1].strip() if found else ""
+        return self._dialogue.say(text, first=first)
 
 
 def rows(data: Path, split: str, task_types: tuple[str, ...] = TASK_TYPES) -> Iterator[dict[str, Any]]:

@@ -17,9 +17,10 @@ pytest.importorskip("fast_downward", reason="needs ALFWorld: pip install 'asyncr
 pytest.importorskip("alfworld", reason="needs ALFWorld: pip install 'asyncrl[alfworld]'")
 
 from asyncrl.envs import alfworld_games as games
-from asyncrl.envs.alfworld import ALFWorld, read_action, rows
+from asyncrl.envs.alfworld import ALFWorld, rows
 from asyncrl.envs.alfworld_engine import AlfredEngine
 from asyncrl.envs.alfworld_expert import Expert, read_goal
+from asyncrl.envs.dialogue import read_action
 
 SPLITS = {"train": 6, "valid_unseen": 4}
 
