@@ -120,7 +120,7 @@ class Learner:
         self.effort = Effort()
         """Of the newest step."""
         self._begun = Begun()
-        self._trainer = trainer
+        self.trainer = trainer
         self._algorithm = algorithm
         self._device = device
         self._control = control
@@ -148,12 +148,12 @@ class Learner:
     @property
     def learning_rate(self) -> float:
         """The policy's in the next step."""
-        return self._trainer.learning_rate * self._warmth
+        return self.trainer.learning_rate * self._warmth
 
     @property
     def _warmth(self) -> float:
         """What learning rates are multiplied with: linear warm-up, then constant."""
-        return min(1.0, (self.version + 1) / (self._trainer.warmup_steps + 1))
+        return min(1.0, (self.version + 1) / (self.trainer.warmup_steps + 1))
 
     def begin(self, part: Part) -> None:
         """The passes of sequences that will be in the next step's first mini-batch. A collective. ``step`` takes what
@@ -218,9 +218,9 @@ class Learner:
                     self._demand_ratios(outcome, totals.worst)
                 totals = Totals()
                 began = time.perf_counter()
-                clip_grads_with_norm_(list(self.policy.parameters()), self._trainer.grad_clip, outcome.norm)
+                clip_grads_with_norm_(list(self.policy.parameters()), self.trainer.grad_clip, outcome.norm)
                 if self.critic is not None and outcome.critic_norm is not None:
-                    clip_grads_with_norm_(list(self.critic.parameters()), self._trainer.grad_clip, outcome.critic_norm)
+                    clip_grads_with_norm_(list(self.critic.parameters()), self.trainer.grad_clip, outcome.critic_norm)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 effort.optimizer += time.perf_counter() - began
