@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import multiprocessing.util
 import os
 import random
 import statistics
@@ -88,6 +89,7 @@ def check(
     if tasks:
         rows = load_tasks(tasks, "--tasks", environment.required, parse_row=environment.parse_row)
     examples = actions or getattr(environment.kind, "example_actions", ())
+    multiprocessing.util.get_temp_dir()  # made before, it is not in the folder here, which goes earlier
     before = os.environ.get("TMPDIR")
     with tempfile.TemporaryDirectory(prefix="asyncrl-check-") as folder:
         os.environ["TMPDIR"] = tempfile.tempdir = folder

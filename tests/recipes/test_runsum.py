@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import subprocess
@@ -17,15 +16,6 @@ from asyncrl.config import load
 from asyncrl.loading import load_environment
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "runsum"
-
-
-@pytest.fixture(scope="module")
-def setup() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("runsum_setup", RECIPE / "setup.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def oracle(prompt: str) -> str:

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import re
 import resource
+import threading
 from typing import Any
 
 try:
@@ -76,23 +77,36 @@ async def is_right(gold: str, answer: str, *, time_limit_s: float = TIME_LIMIT_S
     if len(answer) > MAX_CHARACTERS:
         return False
     try:
-        return await asyncio.wrap_future(_pool().schedule(_verdict, (gold, answer), timeout=time_limit_s))
+        pool = await _pool()
+        return await asyncio.wrap_future(pool.schedule(_verdict, (gold, answer), timeout=time_limit_s))
     except (TimeoutError, MemoryError, ProcessExpired):
         return False
 
 
 _live: list[ProcessPool] = []
+_starting = threading.Lock()
 
 
-def _pool() -> ProcessPool:
-    """The one of this process, which lives as long; a broken one is replaced."""
-    if not _live or not _live[0].active:
-        context: Any = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "math_verify"])  # so that a killed worker is replaced in a moment
-        workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
-        _live[:] = [ProcessPool(workers, initializer=_begin, context=context)]
-        atexit.register(_live[0].stop)
-    return _live[0]
+async def _pool() -> ProcessPool:
+    """The one of this process, which lives as long; a broken one is replaced. It takes a second to start."""
+    return _live[0] if _live and _live[0].active else await asyncio.to_thread(_start)
+
+
+def _start() -> ProcessPool:
+    with _starting:
+        if not _live or not _live[0].active:
+            context: Any = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload([__name__, "math_verify"])  # so that a killed worker is replaced in a moment
+            workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+            _live[:] = [ProcessPool(workers, initializer=_begin, context=context)]
+            atexit.register(_stop, _live[0])
+            assert _live[0].active  # which starts it
+        return _live[0]
+
+
+def _stop(pool: ProcessPool) -> None:
+    pool.stop()
+    pool.join()
 
 
 def _begin() -> None:

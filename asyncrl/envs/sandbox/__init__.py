@@ -9,11 +9,11 @@ Two backends: ``bubblewrap`` (Linux, no engine, no root needed) and ``container`
 What fails in the sandbox itself is ``EnvDown``; what fails in it is the command's own return code.
 """
 
-from asyncrl.envs.sandbox.base import Completed, Limits, Sandbox, Source
+from asyncrl.envs.sandbox.base import Completed, Limits, Sandbox, Source, told
 from asyncrl.envs.sandbox.bubblewrap import Bubblewrap
 from asyncrl.envs.sandbox.container import Container
 
-__all__ = ["Completed", "Limits", "Sandbox", "Source", "open_sandbox"]
+__all__ = ["Completed", "Limits", "Sandbox", "Source", "open_sandbox", "told"]
 
 
 async def open_sandbox(source: Source, limits: Limits | None = None) -> Sandbox:

@@ -63,6 +63,14 @@ class Completed(Record, frozen=True):
     timed_out: bool = False
 
 
+def told(done: Completed, timeout_s: float) -> str:
+    """A command's end in words for a model."""
+    text = done.output if done.output.endswith("\n") or not done.output else done.output + "\n"
+    if done.timed_out:
+        return f"{text}[killed: no end within {timeout_s:g} s]\n"
+    return f"{text}[exit code {done.returncode}]\n" if done.returncode else text or "[no output]\n"
+
+
 class Sandbox(ABC):
     """One box. Commands may run side by side; what one leaves running dies with it."""
 
@@ -85,7 +93,11 @@ class Sandbox(ABC):
 
     async def run(self, command: str, timeout_s: float) -> Completed:
         """``command`` for bash, in the work folder. Raises ``EnvDown``."""
-        output, code = await self.execute(["bash", "-c", command], timeout_s=timeout_s)
+        return await self.run_program(["bash", "-c", command], timeout_s)
+
+    async def run_program(self, argv: Sequence[str], timeout_s: float, *, stdin: bytes = b"") -> Completed:
+        """``execute``, with what it wrote as text. Raises ``EnvDown``."""
+        output, code = await self.execute(argv, timeout_s=timeout_s, stdin=stdin)
         text = output.decode(errors="replace")
         return Completed(text, TIMED_OUT, True) if code is None else Completed(text, code)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.env import Tool, ToolCall
-from asyncrl.envs.sandbox import Completed, Sandbox
+from asyncrl.envs.sandbox import Sandbox, told
 
 MAX_VIEW_LINES = 400
 
@@ -98,14 +98,6 @@ async def call_tool(box: Sandbox, call: ToolCall, timeout_s: float, prelude: str
         except OSError as error:
             raise ToolError(str(error)) from None
     raise ToolError(f"no tool {call.name!r}; there are bash, edit and submit")
-
-
-def told(done: Completed, timeout_s: float) -> str:
-    """A command's end as the agent reads it."""
-    text = done.output if done.output.endswith("\n") or not done.output else done.output + "\n"
-    if done.timed_out:
-        return f"{text}[killed: no end within {timeout_s:g} s]\n"
-    return f"{text}[exit code {done.returncode}]\n" if done.returncode else text or "[no output]\n"
 
 
 async def _edit(box: Sandbox, call: ToolCall) -> str:
