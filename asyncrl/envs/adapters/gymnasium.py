@@ -4,19 +4,19 @@
     target = "asyncrl.envs.adapters.gymnasium:GymEnv"
     kwargs = { id = "FrozenLake-v1", options = { map_name = "4x4" }, actions = ["left", "down", "right", "up"] }
 
-A row is an episode's ``seed``; without one it is drawn from the row's place, so that the members of a group begin
-alike. The reward is the environment's. Metrics: ``success`` (a last reward above 0), ``steps``, ``invalid`` actions.
+A row is an episode's ``seed``, or nothing (``seed_of``). The reward is the environment's. Metrics: ``success`` (a last
+reward above 0), ``steps``, ``invalid`` actions.
 """
 
 from __future__ import annotations
 
 import importlib
 import re
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.env import Action, Cost, Observation, Step, SyncEnv, Task
+from asyncrl.envs.adapters import seed_of
 from asyncrl.envs.dialogue import Dialogue, Style
 
 COLOURED = re.compile(r"\x1b\[(?P<ground>[34])(?P<colour>\d)(;1)?m(?P<text>.*?)\x1b\[0m", re.DOTALL)
@@ -61,8 +61,7 @@ class GymEnv(SyncEnv):
 
     def reset(self, task: Task) -> Observation | str:
         self._steps = self._invalid = 0
-        seed = task.data.get("seed")
-        observation, _ = self._env.reset(seed=zlib.crc32(task.id.encode()) if seed is None else int(seed))
+        observation, _ = self._env.reset(seed=seed_of(task))
         shown = self._shown(observation)
         return self._dialogue.say(f"{self._instructions}\n\n{shown}" if self._instructions else shown, first=True)
 
