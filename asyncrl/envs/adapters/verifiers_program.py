@@ -14,17 +14,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-try:
-    import verifiers.v1 as vf
-    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
-except ModuleNotFoundError as error:
-    if (error.name or "").partition(".")[0] != "verifiers":
-        raise
-    sys.exit(3)
-
 
 async def play(env: Any, index: int) -> dict[str, Any]:
     """Reward and metrics of one episode. ``error`` is what it failed of; a full context is an end and no failure."""
+    import verifiers.v1 as vf
+
     [task] = env.taskset.include(idx=[index])
     client = vf.EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
     async with env.serving():
@@ -55,6 +49,12 @@ def main() -> None:
     parser.add_argument("--result", type=Path, help="file for what came out")
     parser.add_argument("--limit", type=int, default=None, help="rows at most")
     args = parser.parse_args()
+    try:
+        from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "verifiers":
+            raise
+        sys.exit(3)
     env = load_environment(resolve_env_config(args.config))
     if args.what == "rows":
         for task in env.taskset if args.limit is None else env.taskset.take(args.limit):
