@@ -240,6 +240,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     sequence_parallel: int = 1
     """k > 1: k neighbouring ranks share each packed row, of up to k · micro_batch_tokens, for sequences too long for
     one rank. Must divide ``ranks`` and the model's attention heads."""
+    compile: bool = False
+    """torch.compile the decoder layers: some minutes at the start, faster steps on a GPU."""
     lora_rank: int = 0
     """r > 0: only low-rank adapters of this rank are trained (peft); servers get them merged into the weights."""
     lora_alpha: int = 32

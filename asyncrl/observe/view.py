@@ -51,6 +51,7 @@ class EpisodeLine(msgspec.Struct, kw_only=True):
     turn_ends: list[int] = []
     turn_rewards: list[float] = []
     turn_seconds: list[tuple[float, float, float]] = []
+    segment_ends: list[int] = []
     reset_s: float = 0.0
     tokens: list[int] = []
     logprobs: list[float] = []
@@ -124,6 +125,8 @@ def show_episode(run_dir: Path, episode: int, console: Console, *, tokens: bool 
     begin, pieces, logprobs = 0, deque(found.text), deque(found.logprobs)
     for turn, end in enumerate(found.turn_ends or [found.length]):
         console.print()
+        if begin in found.segment_ends:
+            console.print(Text("new segment", style="magenta"))
         for generated, stretch in _stretches(found.versions, begin, end):
             count = sum(n for _, n in stretch)
             values = [logprobs.popleft() for _ in range(count)] if generated and logprobs else []

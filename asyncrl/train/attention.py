@@ -237,6 +237,7 @@ def best_kernel(device: torch.device, dtype: torch.dtype, soft_capped: bool) -> 
     return "flex" if soft_capped else "varlen"
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def packed_attention(
     module: nn.Module,
     query: Tensor,

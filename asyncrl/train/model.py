@@ -267,6 +267,15 @@ def shard(policy: Policy | Critic, mesh: DeviceMesh, dtype: torch.dtype, activat
     fully_shard(policy, mesh=mesh, mp_policy=mixed)
 
 
+def compile_layers(policy: Policy | Critic, backend: str = "inductor") -> None:
+    """torch.compile each decoder layer, for rows of any length. The attention stays as it is: its kernels are fused
+    already, and how many blocks a row has would be compiled anew for every row."""
+    names = set(policy.lm._no_split_modules or ())
+    for module in policy.modules():
+        if type(module).__name__.removeprefix("FSDP") in names:
+            module.compile(dynamic=True, backend=backend)
+
+
 def named_parameters(policy: Policy) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters under transformers' own names, whatever the modules are wrapped in; a tied one appears once."""
     for name, parameter in policy.lm.named_parameters():

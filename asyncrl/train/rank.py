@@ -108,6 +108,8 @@ class Rank:
     def _attend(self, trunk: Policy | Critic) -> None:
         trainer = self.recipe.trainer
         model.attend(trunk, trainer.attention, trainer.sequence_parallel, self.device, self.dtype)
+        if trainer.compile:
+            model.compile_layers(trunk)
 
     def _reference(self, folder: str) -> Policy:
         """The frozen model of the KL term: no gradients, and no master weights of a higher precision."""

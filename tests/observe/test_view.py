@@ -74,6 +74,15 @@ def test_an_episode_is_told_turn_by_turn(run_dir: Path):
     ]
 
 
+def test_a_new_segment_is_marked_where_it_begins(tmp_path: Path):
+    recorder = Recorder(tmp_path, make_recipe(), Clock(), decode=lambda ids: " ".join(WORDS[i] for i in ids))
+    recorder.trajectory(msgspec.structs.replace(TWO_TURNS, segment_ends=(4, 7)), "consumed")
+    recorder.close()
+    lines = [line.strip() for line in shown(show_episode, tmp_path, 17).splitlines()]
+    assert lines.count("new segment") == 1
+    assert lines.index("take lamp") < lines.index("new segment") < lines.index("environment: 1 tokens")
+
+
 def test_tokens_are_shown_one_by_one(run_dir: Path):
     text = shown(show_episode, run_dir, 17, tokens=True)
     rows = [line.split() for line in text.splitlines() if line.split()[:1] and line.split()[0].isdigit()]

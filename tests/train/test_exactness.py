@@ -48,6 +48,8 @@ def train(
     policy = model.load(str(folder), 1.0)
     model.shard(policy, init_device_mesh("cpu", (ranks,)), torch.float32, trainer.activation_checkpointing)
     model.attend(policy, trainer.attention, trainer.sequence_parallel, torch.device("cpu"), torch.float32)
+    if trainer.compile:
+        model.compile_layers(policy, "aot_eager")  # all of the compiler but its slow last part
     assert dist.group.WORLD is not None
     one = Learner(policy, trainer, algorithm, torch.device("cpu"), dist.group.WORLD)
     gradients: dict[str, Tensor] = {}
@@ -131,6 +133,12 @@ def test_activation_checkpointing_does_not_change_the_gradient(model_folder: Pat
     trainer = msgspec.structs.replace(TRAINER, activation_checkpointing=True)
     for outcome in on_ranks(2, train, model_folder, trainer, ALGORITHM):
         same(outcome, whole)
+
+
+def test_compiled_layers_have_the_same_gradient(model_folder: Path, whole: Outcome) -> None:
+    trainer = msgspec.structs.replace(TRAINER, compile=True, activation_checkpointing=True)
+    (outcome,) = on_ranks(1, train, model_folder, trainer, ALGORITHM)
+    same(outcome, whole)
 
 
 @pytest.mark.parametrize(("ranks", "together", "tokens"), [(2, 2, 100_000), (4, 2, 30), (4, 4, 100_000)])
