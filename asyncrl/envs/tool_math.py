@@ -16,9 +16,8 @@ that failed or ran too long, and calls that could not be read), ``tool_s``.
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -48,7 +47,6 @@ print(6 * 7)
 
 and end your turn. You are then told what it printed. A turn without such a block is your answer.
 """
-_FENCE = re.compile(r"^```python[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 
 
 class ToolMath(Env):
@@ -127,9 +125,9 @@ class ToolMath(Env):
     def _calls(self, action: Action) -> Sequence[ToolCall]:
         if self._protocol == "tools":
             return action.tool_calls
-        said = action.text.rpartition("</think>")[2]
         return [
-            ToolCall(id=str(n), name="python", arguments={"code": code}) for n, code in enumerate(_FENCE.findall(said))
+            ToolCall(id=str(number), name="python", arguments={"code": code})
+            for number, code in enumerate(_blocks(action.text.rpartition("</think>")[2]))
         ]
 
     async def _call(self, call: ToolCall) -> str:
@@ -162,3 +160,16 @@ class ToolMath(Env):
     async def close(self) -> None:
         if self._box is not None:
             await self._box.close()
+
+
+def _blocks(text: str) -> Iterator[str]:
+    """What stands in the closed blocks of python."""
+    block: list[str] | None = None
+    for line in text.splitlines(keepends=True):
+        if block is None:
+            block = [] if line.rstrip() == "```python" else None
+        elif line.rstrip() == "```":
+            yield "".join(block)
+            block = None
+        else:
+            block.append(line)

@@ -71,7 +71,8 @@ def test_setup_in_miniature(tmp_path: Path) -> None:
     assert re.fullmatch(r"setup: the warm start reached an accuracy of 0\.\d+ in 2 steps, not 0\.9\n", done.stderr)
 
 
-def test_the_recipe_for_a_cluster_loads() -> None:
-    recipe = load(RECIPE, files=[RECIPE / "qwen3.toml"])
-    assert recipe.engine.kind == "sglang" and recipe.env.kwargs["protocol"] == "tools"
-    load_environment(recipe.env)
+def test_the_recipes_for_a_cluster_load() -> None:
+    tools = load(RECIPE, files=[RECIPE / "qwen3.toml"])
+    assert tools.engine.kind == "sglang" and tools.env.kwargs["protocol"] == "tools"
+    for recipe in (tools, load(RECIPE / "plain.toml")):
+        assert load_environment(recipe.env).parse_row is parse_row

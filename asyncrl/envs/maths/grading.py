@@ -18,6 +18,8 @@ import resource
 import threading
 from typing import Any
 
+from asyncrl.env import EnvDown
+
 try:
     from pebble import ProcessExpired, ProcessPool
 
@@ -34,32 +36,26 @@ MAX_CHARACTERS = 2000
 """A longer answer is wrong without being read."""
 MAX_WORKERS = 8
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_LINE = re.compile(r"\banswer\**\s*(?:is)?\s*:\**[ \t]*(?P<answer>[^\n]*)|^####[ \t]*(?P<hash>[^\n]*)", re.I | re.M)
+_LINE = re.compile(r"\banswer\**[ \t]*(?:is[ \t]*)?:\**(?P<answer>[^\n]*)|^####(?P<hash>[^\n]*)", re.I | re.M)
+_BRACE = re.compile(r"\\(?:boxed|fbox)[ \t]*\{|\\.|[{}]", re.DOTALL)
 
 
 def final_answer(text: str) -> str | None:
     r"""The last of what a text gives as its answer, behind any thoughts: ``\boxed{…}``, a line ``Answer: …`` (DAPO) or
-    ``#### …`` (GSM8K). None if it gives none."""
+    ``#### …`` (GSM8K). None if it gives none. Linear in the text's length."""
     said = text.rpartition("</think>")[2]
-    found, at = None, -1
+    found, at = "", -1
     for line in _LINE.finditer(said):
         found, at = line["answer"] if line["hash"] is None else line["hash"], line.start()
-    for box in _BOX.finditer(said):
-        if box.start() > at and (inside := _inside(said, box.end())) is not None:
-            found, at = inside, box.start()
-    return (found or "").strip().removesuffix(".").strip("*").strip() or None
-
-
-def _inside(text: str, start: int) -> str | None:
-    """Up to the brace that closes the one before ``start``."""
-    depth = 1
-    for at in range(start, len(text)):
-        if text[at - 1] != "\\":
-            depth += (text[at] == "{") - (text[at] == "}")
-        if not depth:
-            return text[start:at]
-    return None
+    opened: list[re.Match[str]] = []
+    for brace in _BRACE.finditer(said):
+        if brace[0][-1] == "{" and brace[0] != r"\{":
+            opened.append(brace)
+        elif brace[0] == "}" and opened:
+            box = opened.pop()
+            if len(box[0]) > 1 and box.start() > at:
+                found, at = said[box.end() : brace.start()], box.start()
+    return found.strip().removesuffix(".").strip("*").strip() or None
 
 
 async def score(text: str, gold: str, *, time_limit_s: float = TIME_LIMIT_S) -> float:
@@ -71,7 +67,7 @@ async def score(text: str, gold: str, *, time_limit_s: float = TIME_LIMIT_S) -> 
 
 async def is_right(gold: str, answer: str, *, time_limit_s: float = TIME_LIMIT_S) -> bool:
     """Whether ``answer`` is worth the same as ``gold``. One that cannot be judged within the limits of time and memory
-    is not. Cancelled, it kills the process that was at it. Raises ``ValueError`` for the gold answer."""
+    is not. Cancelled, it kills the process that was at it. Raises ``ValueError`` for the gold answer; ``EnvDown``."""
     if answer == gold:
         return True
     if len(answer) > MAX_CHARACTERS:
@@ -81,6 +77,8 @@ async def is_right(gold: str, answer: str, *, time_limit_s: float = TIME_LIMIT_S
         return await asyncio.wrap_future(pool.schedule(_verdict, (gold, answer), timeout=time_limit_s))
     except (TimeoutError, MemoryError, ProcessExpired):
         return False
+    except RuntimeError as error:  # of the pool; math-verify takes an exception for a wrong answer
+        raise EnvDown(f"maths: no process to grade in ({error})") from None
 
 
 _live: list[ProcessPool] = []
