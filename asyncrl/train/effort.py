@@ -111,7 +111,7 @@ def over_ranks(
     """
     longest = torch.tensor(effort.passes, dtype=torch.float64)
     dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
-    operations = math.fsum(effort.passes)
+    operations, slowest = math.fsum(effort.passes), float(longest.sum())
     # Not forward + backward: on a GPU these are the seconds of the host, which runs ahead.
     passing = effort.seconds - effort.prepare - effort.optimizer
     mine = {
@@ -121,7 +121,7 @@ def over_ranks(
         "micro_batches": float(effort.micro_batches),
         "peak_memory": memory,
         "idle_seconds": idle,
-        "imbalance_seconds": passing * (1 - operations / float(longest.sum())),
+        "imbalance_seconds": passing * (slowest - operations) / max(1.0, slowest),
     }
     row = torch.tensor([*mine.values()], dtype=torch.float64)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]

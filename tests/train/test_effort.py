@@ -87,6 +87,15 @@ def test_the_peak_is_that_of_the_data_sheet_for_a_known_gpu(monkeypatch: pytest.
     assert 1e8 < effort.peak_rate(torch.device("cpu"), torch.float32) < 1e14
 
 
+def test_a_step_with_nothing_to_train_is_no_division_by_zero(lone_rank: dist.ProcessGroup) -> None:
+    """A rank trains a dummy then, which is no operation."""
+    nothing = effort.Effort()
+    nothing.passes, nothing.seconds = [0.0], 0.5
+    found = effort.over_ranks(nothing, idle=0.25, memory=1e6, peak=1e9, group=lone_rank)
+    assert found["rank/mfu/max"] == found["rank/imbalance_seconds/max"] == found["rank/tokens/max"] == 0
+    assert found["rank/idle_seconds/mean"] == 0.25
+
+
 def report(folder: str, shares: int) -> dict[str, float]:
     """Of a step on this rank, in which one of the sequences is much longer than the others."""
     trainer = TrainerConfig(ranks=dist.get_world_size(), micro_batch_tokens=512, sequence_parallel=shares)
