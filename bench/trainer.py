@@ -324,6 +324,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {}
     for name, result in rounds(args):
         runs.setdefault(name, []).append(result)
+    shown = ("early", "mfu") if args.device == "cuda" else ("early",)  # a CPU's rate depends on what else it does
     peers = {}
     for name, results in runs.items():
         seconds = [s for result in results for s in result["seconds"]]
@@ -333,7 +334,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             "tokens_per_second": sum(lengths) / statistics.median(seconds),
             "memory_mb": max(result["memory"] for result in results) / 2**20,
             "loss": results[0]["loss"],
-        } | {key: statistics.median(r[key] for r in results) for key in ("early", "mfu") if key in results[0]}
+        } | {key: statistics.median(r[key] for r in results) for key in shown if key in results[0]}
     losses = [peer["loss"] for peer in peers.values()]
     if args.dtype == "float32" and not math.isclose(min(losses), max(losses), rel_tol=1e-3, abs_tol=1e-5):
         raise SystemExit(f"the peers do not compute the same: losses {losses}")
