@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import msgspec
 from matplotlib.axes import Axes
@@ -187,35 +188,44 @@ HEADER = (
     "clipped",
     "exit",
 )
+"""Of several seeds the means, each seed's accuracy, the sum of the spikes, and the extremes."""
 
 
-def table(outcomes: Sequence[Outcome]) -> list[str]:
-    """Markdown, by α and then as ``LOSSES`` are ordered."""
-    ordered = sorted(outcomes, key=lambda o: (o.cell.bound, LOSSES.index(o.cell.loss), o.cell.seed))
-    rows = [HEADER, ("---",) * len(HEADER), *(_row(outcome) for outcome in ordered)]
+def by_cell(outcomes: Iterable[Outcome]) -> dict[tuple[float, str], list[Outcome]]:
+    """(α, loss) → its seeds, by α and then as ``LOSSES`` are ordered."""
+    grouped: dict[tuple[float, str], list[Outcome]] = {}
+    for o in sorted(outcomes, key=lambda o: (o.cell.bound, LOSSES.index(o.cell.loss), o.cell.seed)):
+        grouped.setdefault((o.cell.bound, o.cell.loss), []).append(o)
+    return grouped
+
+
+def table(outcomes: Iterable[Outcome]) -> list[str]:
+    """Markdown."""
+    rows = [HEADER, ("---",) * len(HEADER), *(_row(seeds) for seeds in by_cell(outcomes).values())]
     return [f"| {' | '.join(row)} |" for row in rows]
 
 
-def _row(o: Outcome) -> tuple[str, ...]:
-    steps = o.steps
+def _row(seeds: Sequence[Outcome]) -> tuple[str, ...]:
+    cell = seeds[0].cell
+    norms = [norm for o in seeds for norm in o.steps["grad_norm"]]
     return (
-        o.cell.loss,
-        f"{o.cell.bound:g}" if o.cell.bound else "0 (sync)",
-        f"{o.settled('staleness'):.2f} / {max(steps['staleness_max']):g}",
-        f"{o.settled('token_staleness'):.2f}",
-        f"{_share(o.heldout_before)} → {_share(o.heldout_after)}",
-        f"{o.last('reward'):.3f}",
-        f"{max(smooth(steps['reward'])):.3f}",
-        f"{median(steps['grad_norm']):.2f} / {max(steps['grad_norm']):.2f}",
-        str(o.spikes),
-        f"{max(steps['ratio_max']):.3g}",
-        f"{o.settled('clip_fraction') * 100:.1f} %",
-        o.exit,
+        cell.loss,
+        f"{cell.bound:g}" if cell.bound else "0 (sync)",
+        f"{fmean(o.settled('staleness') for o in seeds):.2f} / {max(max(o.steps['staleness_max']) for o in seeds):g}",
+        f"{fmean(o.settled('token_staleness') for o in seeds):.2f}",
+        f"{_shares([o.heldout_before for o in seeds])} → {_shares([o.heldout_after for o in seeds])}",
+        f"{fmean(o.last('reward') for o in seeds):.3f}",
+        f"{fmean(max(smooth(o.steps['reward'])) for o in seeds):.3f}",
+        f"{median(norms):.2f} / {max(norms):.2f}",
+        str(sum(o.spikes for o in seeds)),
+        f"{max(max(o.steps['ratio_max']) for o in seeds):.3g}",
+        f"{fmean(o.settled('clip_fraction') for o in seeds) * 100:.1f} %",
+        "; ".join(dict.fromkeys(o.exit for o in seeds)),
     )
 
 
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+def _shares(values: Sequence[float | None]) -> str:
+    return ", ".join("–" if value is None else f"{value:.2f}" for value in values)
 
 
 def smooth(values: Sequence[float]) -> list[float]:
@@ -225,16 +235,17 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def draw(figure: Figure, outcomes: Sequence[Outcome]) -> None:
-    """Reward over steps, a panel each α and a line each loss, synchronous in all; and held-out accuracies."""
+    """Reward over steps, a panel each α and a line each loss (the mean of its seeds), synchronous training in all;
+    and held-out accuracies."""
     bounds = sorted({o.cell.bound for o in outcomes} - {0.0}) or [0.0]
     axes = figure.subplots(1, len(bounds) + 1, squeeze=False)[0]
     axes[0].set_ylabel(f"reward, mean of {WINDOW} steps")
     for ax, bound in zip(axes, bounds, strict=False):
-        for o in outcomes:
-            if o.cell.bound in (0.0, bound):
-                x, y = range(len(o.steps["reward"])), smooth(o.steps["reward"])
-                label = "ppo, synchronous" if o.cell.bound == 0 else o.cell.loss
-                ax.plot(x, y, label=label, **_style(o))
+        for (at, loss), seeds in by_cell(outcomes).items():
+            if at in (0.0, bound):
+                steps = zip(*(o.steps["reward"] for o in seeds), strict=False)  # up to the first that failed
+                rewards = smooth([fmean(step) for step in steps])
+                ax.plot(range(len(rewards)), rewards, label=loss if at else f"{loss}, synchronous", **_style(at, loss))
         ax.set(title=f"α = {bound:g}", xlabel="step", ylim=(0, 1))
         ax.grid(alpha=0.25)
     _draw_heldout(axes[-1], outcomes)
@@ -245,19 +256,20 @@ def draw(figure: Figure, outcomes: Sequence[Outcome]) -> None:
 def _draw_heldout(ax: Axes, outcomes: Sequence[Outcome]) -> None:
     bounds = sorted({o.cell.bound for o in outcomes})
     for o in outcomes:
-        shift = (LOSSES.index(o.cell.loss) - len(LOSSES) / 2) / (1.5 * len(LOSSES)) if o.cell.bound else 0.0
+        at, loss = o.cell.bound, o.cell.loss
+        shift = (LOSSES.index(loss) - len(LOSSES) / 2) / (1.5 * len(LOSSES)) if at else 0.0
         for value, marker in ((o.heldout_before, "_"), (o.heldout_after, "o")):
             if value is not None:
-                ax.plot(bounds.index(o.cell.bound) + shift, value, marker=marker, color=_style(o)["color"])
+                ax.plot(bounds.index(at) + shift, value, marker=marker, markersize=4, color=_style(at, loss)["color"])
     ax.set(title="held-out accuracy, before (–) and after (•)", xlabel="α", ylim=(0, 1))
     ax.set_xticks(range(len(bounds)), [f"{bound:g}" for bound in bounds])
     ax.grid(alpha=0.25, axis="y")
 
 
-def _style(o: Outcome) -> dict[str, object]:
-    if o.cell.bound == 0:
+def _style(bound: float, loss: str) -> dict[str, Any]:
+    if bound == 0:
         return {"color": "black", "linestyle": "--", "linewidth": 1.8}
-    return {"color": f"C{LOSSES.index(o.cell.loss)}", "linewidth": 1.3}
+    return {"color": f"C{LOSSES.index(loss)}", "linewidth": 1.3}
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

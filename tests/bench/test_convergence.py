@@ -74,14 +74,17 @@ def test_a_spike_is_a_norm_far_above_those_before_it(convergence: Any) -> None:
     assert outcome(convergence, cell, [1.0] * 12 + [3.1] + [1.0] * 5).spikes == 1
 
 
-def test_what_is_there_is_shown(convergence: Any) -> None:
-    kept = [outcome(convergence, cell, [1.0] * 20) for cell in reversed(convergence.cells(RUNSUM, [0], 80, [])[:3])]
+def test_what_is_there_is_shown_a_row_for_all_seeds(convergence: Any) -> None:
+    cells = convergence.cells(RUNSUM, [0], 80, [])[:3] + convergence.cells(RUNSUM, [1], 80, [])[:2]
+    kept = [outcome(convergence, cell, [1.0] * 20) for cell in reversed(cells)]
     header, _, first, *rest = convergence.table(kept)
-    assert len(rest) == 2 and first.startswith("| ppo | 0 (sync) | 0.00 /") and "0.250 → –" in first
+    assert len(rest) == 2 and first.startswith("| ppo | 0 (sync) | 0.00 /") and "0.25, 0.25 → –, –" in first
     assert {line.count("|") for line in [header, first, *rest]} == {header.count("|")}
     figure = Figure()
     convergence.draw(figure, kept)
-    assert len(figure.axes) == 2
+    panel, heldout = figure.axes
+    assert [line.get_label() for line in panel.get_lines()] == ["ppo, synchronous", "ppo", "decoupled_ppo"]
+    assert len(heldout.get_lines()) == 5  # no accuracy after
 
 
 @pytest.mark.figures
