@@ -45,6 +45,7 @@ SMALLER: dict[str, tuple[str, ...]] = {
 """By recipe: what makes it cheap enough for so many runs."""
 ALWAYS = ("update.running=drain", "run.trace_requests=false")
 OF_LOSS: dict[str, tuple[str, ...]] = {
+    "cispo": ("algorithm.clip_low=1",),
     "topr": ("algorithm.importance_level=sequence", "algorithm.importance_cap=1"),
     "weighted_topr": (
         "algorithm.importance_level=sequence",
@@ -53,11 +54,12 @@ OF_LOSS: dict[str, tuple[str, ...]] = {
     ),
     "gspo": ("algorithm.aggregation=sequence_mean",),
 }
-"""What a loss's authors set otherwise than the recipe does. TOPR: ratios of whole trajectories, at most 1. GSPO: a mean
-over sequences; but its clip ranges of 4e-4, made for steps so much smaller, are left as the recipe has them."""
+"""What a loss's authors set otherwise than the recipe does. CISPO: no lower bound of the weight. TOPR: ratios of whole
+trajectories, at most 1. GSPO: a mean over sequences; but its clip ranges of 4e-4, made for steps so much smaller, are
+left as the recipe has them."""
 
 BOUNDS = (2.0, 8.0)
-EXCESSIVE = (10.0, 32.0)
+EXCESSIVE = (10.0, 16.0)
 UNCORRECTED = ("ppo", "reinforce")
 """At ``EXCESSIVE`` bounds: the loss that all of the papers begin with, and the one that does not look at staleness."""
 
@@ -261,7 +263,7 @@ def _draw_heldout(ax: Axes, outcomes: Sequence[Outcome]) -> None:
         for value, marker in ((o.heldout_before, "_"), (o.heldout_after, "o")):
             if value is not None:
                 ax.plot(bounds.index(at) + shift, value, marker=marker, markersize=4, color=_style(at, loss)["color"])
-    ax.set(title="held-out accuracy, before (–) and after (•)", xlabel="α", ylim=(0, 1))
+    ax.set(title="held-out accuracy: – before, • after", xlabel="α", ylim=(0, 1))
     ax.set_xticks(range(len(bounds)), [f"{bound:g}" for bound in bounds])
     ax.grid(alpha=0.25, axis="y")
 
