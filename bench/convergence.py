@@ -69,6 +69,9 @@ LAST = 10
 SPIKE = 3.0
 """A gradient norm beyond so many times the median of the ``LAST`` steps before it is a spike."""
 
+DIVERGED = ("is not finite", "algorithm.max_ratio")
+"""What a run's exit says when the trainer refuses a step."""
+
 COLUMNS = {
     "reward": "reward/mean",
     "staleness": "staleness/mean",
@@ -143,14 +146,13 @@ def _cell(recipe: Path, loss: str, bound: float, seed: int, steps: int, settings
 
 
 def train(recipe: Path, cell: Cell, run_dir: Path) -> Outcome:
-    """Run it in ``run_dir``. Raises ``SystemExit`` if it failed otherwise than by a loss or gradient that is not
-    finite, which is a result."""
+    """Run it in ``run_dir``. Raises ``SystemExit`` if it failed otherwise than as ``DIVERGED``, which is a result."""
     overrides = [argument for setting in cell.settings for argument in ("--set", setting)]
     command = [sys.executable, "-m", "asyncrl.cli", "train", str(recipe), "--run-dir", str(run_dir), *overrides]
     with (run_dir.parent / f"{run_dir.name}.log").open("w") as log:
         code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
     summary = read_summary(run_dir)
-    if summary is None or (code != 0 and "not finite" not in summary.exit):
+    if summary is None or (code and not any(sign in summary.exit for sign in DIVERGED)):
         end = Path(log.name).read_text().strip().splitlines()[-1:]
         raise SystemExit(f"bench/convergence.py: {cell.name}: asyncrl train ended with code {code}: {' '.join(end)}")
     lines = list(read_lines(run_dir / METRICS))
@@ -188,9 +190,9 @@ HEADER = (
     "spikes",
     "π/μ, max",
     "clipped",
-    "exit",
 )
-"""Of several seeds the means, each seed's accuracy, the sum of the spikes, and the extremes."""
+"""Of several seeds the means, each seed's accuracy, the sum of the spikes, and the extremes. A run that did not finish
+says so beside its loss."""
 
 
 def by_cell(outcomes: Iterable[Outcome]) -> dict[tuple[float, str], list[Outcome]]:
@@ -209,9 +211,10 @@ def table(outcomes: Iterable[Outcome]) -> list[str]:
 
 def _row(seeds: Sequence[Outcome]) -> tuple[str, ...]:
     cell = seeds[0].cell
+    ends = [f" ({o.exit})" for o in seeds if o.exit != "finished"]
     norms = [norm for o in seeds for norm in o.steps["grad_norm"]]
     return (
-        cell.loss,
+        cell.loss + "".join(ends),
         f"{cell.bound:g}" if cell.bound else "0 (sync)",
         f"{fmean(o.settled('staleness') for o in seeds):.2f} / {max(max(o.steps['staleness_max']) for o in seeds):g}",
         f"{fmean(o.settled('token_staleness') for o in seeds):.2f}",
@@ -222,7 +225,6 @@ def _row(seeds: Sequence[Outcome]) -> tuple[str, ...]:
         str(sum(o.spikes for o in seeds)),
         f"{max(max(o.steps['ratio_max']) for o in seeds):.3g}",
         f"{fmean(o.settled('clip_fraction') for o in seeds) * 100:.1f} %",
-        "; ".join(dict.fromkeys(o.exit for o in seeds)),
     )
 
 
