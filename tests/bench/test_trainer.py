@@ -40,7 +40,8 @@ def test_packed_streamed_and_padded_steps_are_the_same_and_measured(
     peers = json.loads(out.read_bytes())["peers"]
     assert set(peers) == {"packed", "streamed", "padded"}
     for peer in peers.values():
-        assert peer["seconds"] > 0 and peer["memory_mb"] >= 0 and peer["tokens_per_second"] > 0
+        assert peer["seconds"] > 0 and peer["tokens_per_second"] > 0
+        assert abs(peer["memory_mb"]) < 1000  # of this process, where it is noise
         assert peer["loss"] == pytest.approx(peers["packed"]["loss"], rel=1e-4) != 0
     assert 0.3 < peers["streamed"]["early"] < 1
     assert "tokens in 8 sequences" in capsys.readouterr().out
