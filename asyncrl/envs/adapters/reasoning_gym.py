@@ -20,9 +20,13 @@ import re
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 from asyncrl.env import Response, Task
+
+if find_spec("reasoning_gym") is None:  # importing it takes a second, and is for those who score
+    raise ImportError("reasoning-gym is not installed; pip install 'asyncrl[reasoning-gym]'")
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 INSTRUCTION = "Think first, then give only the final answer between <answer> and </answer>."
@@ -60,9 +64,10 @@ def rows(
 ) -> Iterator[dict[str, Any]]:
     """Entries as rows for the recipe, without those for which the scorer takes nonsense. Raises ``ValueError`` for a
     data set or configuration that there is not."""
-    gym = _library()
+    import reasoning_gym
+
     try:
-        entries = gym.create_dataset(dataset, size=size, seed=seed, **config)
+        entries = reasoning_gym.create_dataset(dataset, size=size, seed=seed, **config)
     except (ValueError, TypeError, AssertionError) as error:
         raise ValueError(f"{dataset}: {error}") from None
     for index, entry in enumerate(entries):
@@ -76,7 +81,9 @@ def rows(
 
 @lru_cache(maxsize=256)
 def _scorer(dataset: str) -> Any:
-    return _library().create_dataset(dataset, size=1, seed=0)
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(dataset, size=1, seed=0)
 
 
 @lru_cache(maxsize=1024)
@@ -103,14 +110,6 @@ def _not_finite(answer: str) -> bool:
     return not (math.isfinite(number.real) and math.isfinite(number.imag))
 
 
-def _library() -> Any:
-    try:
-        import reasoning_gym
-    except ModuleNotFoundError:
-        raise ImportError("reasoning-gym is not installed; pip install 'asyncrl[reasoning-gym]'") from None
-    return reasoning_gym
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m asyncrl.envs.adapters.reasoning_gym", description="Make tasks as JSONL rows."
@@ -126,7 +125,7 @@ def main() -> int:
     for dataset in args.datasets:
         try:
             new = [*rows(dataset, size=args.size, seed=args.seed, instruction=instruction, **args.config)]
-        except (ValueError, ImportError) as error:
+        except ValueError as error:
             print(f"reasoning_gym: {error}", file=sys.stderr)
             return 1
         if len(new) < args.size:
