@@ -1,6 +1,7 @@
 """Tokens a second of the embedded engine over HTTP, against transformers' ``generate`` on the same work.
 
     python bench/engine.py [--quick] [--dtype float32|bfloat16] [--in-flight 1 16 64 256] [--json PATH]
+    python bench/engine.py --reuse [--quick] [--json PATH]
 
 A random Qwen3 of about a million parameters; prompts of about 64 tokens; output lengths lognormal with mean 128, at
 most 1,024. The engine runs in a process of its own and streams to a client here that keeps so many requests in flight;
@@ -8,6 +9,10 @@ most 1,024. The engine runs in a process of its own and streams to a client here
 is what a static batch costs; at 256 in flight it takes minutes). Only the tokens that were asked for count. Both use
 one thread. Tokens a CPU second are of that process, start and warm-up excluded: on a shared machine they are the
 steadier figure.
+
+``--reuse`` measures the engine with its prefix cache against itself without (``--disable-radix-cache``): 64 dialogues
+at once of 8 turns, each 64 new tokens and a reply of 32 behind a first prompt of 256; and groups of 8 replies of 32
+tokens to one prompt of 512, 8 groups at once.
 """
 
 from __future__ import annotations
@@ -24,6 +29,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,29 +116,103 @@ async def drive(url: str, work: list[tuple[list[int], int]], in_flight: int) -> 
     return tokens
 
 
-async def bench_engine(folder: Path, plan: dict[int, int], dtype: str) -> dict[int, dict[str, float]]:
+@asynccontextmanager
+async def serving(folder: Path, dtype: str, *options: str) -> AsyncIterator[tuple[str, int]]:
+    """The engine's URL and process id, warmed up."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "asyncrl.serve", str(folder), "--port", str(port), "--dtype", dtype]
     command += ["--device", "cpu", "--max-running-requests", "256", "--max-total-tokens", str(256 * 1152)]
+    command += options
     environment = {**os.environ, "ASYNCRL_PARENT_PID": str(os.getpid())}
     server = await asyncio.create_subprocess_exec(*command, "--log-level", "warning", env=environment)
     url = f"http://127.0.0.1:{port}"
     try:
         await until_ready(url, server)
         await drive(url, requests(4, seed=1), 4)
-        results = {}
-        for in_flight, count in plan.items():
-            work = requests(count, seed=in_flight)
-            cpu, wall = cpu_seconds(server.pid), time.perf_counter()
-            tokens = await drive(url, work, in_flight)
-            results[in_flight] = rate(tokens, time.perf_counter() - wall, cpu_seconds(server.pid) - cpu)
-            assert tokens == sum(length for _, length in work)
-        return results
+        yield url, server.pid
     finally:
         server.terminate()
         await asyncio.wait_for(server.wait(), 10)
+
+
+async def bench_engine(folder: Path, plan: dict[int, int], dtype: str) -> dict[int, dict[str, float]]:
+    results = {}
+    async with serving(folder, dtype) as (url, pid):
+        for in_flight, count in plan.items():
+            work = requests(count, seed=in_flight)
+            cpu, wall = cpu_seconds(pid), time.perf_counter()
+            tokens = await drive(url, work, in_flight)
+            results[in_flight] = rate(tokens, time.perf_counter() - wall, cpu_seconds(pid) - cpu)
+            assert tokens == sum(length for _, length in work)
+    return results
+
+
+async def dialogues(url: str, quick: bool) -> tuple[int, int]:
+    """Every dialogue on its own, turn after turn: generated tokens, and cached ones of the prompts."""
+    rng = random.Random(0)
+    reply, new, first = 32, 64, 256
+    generated = cached = 0
+
+    async def talk(session: aiohttp.ClientSession, turns: list[list[int]]) -> None:
+        nonlocal generated, cached
+        ids: list[int] = []
+        for observation in turns:
+            ids = ids + observation
+            [answer] = await ask(session, url, ids, reply)
+            ids = ids + answer["output_ids"]
+            generated += reply
+            cached += answer["meta_info"]["cached_tokens"]
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session, asyncio.TaskGroup() as group:
+        for _ in range(16 if quick else 64):
+            lengths = [first, *[new] * 7]
+            group.create_task(talk(session, [[rng.randrange(2, VOCAB) for _ in range(n)] for n in lengths]))
+    return generated, cached
+
+
+async def groups(url: str, quick: bool) -> tuple[int, int]:
+    """Prompts with eight replies each: generated tokens, and cached ones of the prompts."""
+    rng = random.Random(0)
+    length, prompt, members, at_once = 32, 512, 8, 8
+    work = iter([[rng.randrange(2, VOCAB) for _ in range(prompt)] for _ in range(at_once * (1 if quick else 4))])
+    generated = cached = 0
+
+    async def one_after_another(session: aiohttp.ClientSession) -> None:
+        nonlocal generated, cached
+        for ids in work:
+            answers = await ask(session, url, ids, length, members)
+            generated += length * members
+            cached += sum(answer["meta_info"]["cached_tokens"] for answer in answers)
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session, asyncio.TaskGroup() as group:
+        for _ in range(at_once):
+            group.create_task(one_after_another(session))
+    return generated, cached
+
+
+async def ask(
+    session: aiohttp.ClientSession, url: str, ids: list[int], length: int, n: int = 1
+) -> list[dict[str, Any]]:
+    sampling = {"max_new_tokens": length, "ignore_eos": True, "n": n}
+    async with session.post(url + "/generate", json={"input_ids": ids, "sampling_params": sampling}) as response:
+        response.raise_for_status()
+        reply = await response.json()
+    return reply if n > 1 else [reply]
+
+
+async def bench_reuse(folder: Path, dtype: str, quick: bool) -> dict[str, dict[str, dict[str, float]]]:
+    """By work, then ``with`` or ``without`` the prefix cache."""
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for name, options in (("without", ["--disable-radix-cache"]), ("with", [])):
+        async with serving(folder, dtype, *options) as (url, pid):
+            for work in (dialogues, groups):
+                cpu, wall = cpu_seconds(pid), time.perf_counter()
+                tokens, cached = await work(url, quick)
+                figures = rate(tokens, time.perf_counter() - wall, cpu_seconds(pid) - cpu)
+                results.setdefault(work.__name__, {})[name] = {**figures, "cached_tokens": cached}
+    return results
 
 
 async def until_ready(url: str, server: asyncio.subprocess.Process) -> None:
@@ -192,6 +273,7 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, nargs="+", default=None)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--engine-only", action="store_true", help="leave transformers out")
+    parser.add_argument("--reuse", action="store_true", help="the engine with its prefix cache, against it without")
     parser.add_argument("--json", type=Path, default=None, help="write the figures here as well")
     parser.add_argument("--child", nargs=2, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -205,6 +287,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         parameters = build_model(folder)
+        if args.reuse:
+            reuse = asyncio.run(bench_reuse(folder, args.dtype, args.quick))
+            report_reuse(parameters, args.dtype, reuse)
+            if args.json:
+                args.json.write_text(json.dumps({"parameters": parameters, "dtype": args.dtype, **reuse}, indent=2))
+            return
         engine = asyncio.run(bench_engine(folder, plan, args.dtype))
         static: dict[int, dict[str, float]] = {}
         if not args.engine_only:
@@ -234,6 +322,19 @@ def report(
             row += f" {theirs['tokens_per_cpu_s']:>15,.0f} ({theirs['tokens_per_s']:>6,.0f})"
             row += f" {ours['tokens_per_cpu_s'] / theirs['tokens_per_cpu_s']:>6.1f}x"
         print(row)
+
+
+def report_reuse(parameters: int, dtype: str, results: dict[str, dict[str, dict[str, float]]]) -> None:
+    print(
+        f"\n{parameters / 1e6:.2f}M parameters, {dtype}, one thread; generated tokens per CPU second (per wall second)"
+    )
+    print(f"{'':>9} {'tokens':>8} {'prefix cache':>20} {'without':>20} {'ratio':>7}")
+    for work, figures in results.items():
+        ours, plain = figures["with"], figures["without"]
+        row = f"{work:>9} {ours['tokens']:>8}"
+        for side in (ours, plain):
+            row += f" {side['tokens_per_cpu_s']:>11,.0f} ({side['tokens_per_s']:>6,.0f})"
+        print(f"{row} {ours['tokens_per_cpu_s'] / plain['tokens_per_cpu_s']:>6.1f}x")
 
 
 if __name__ == "__main__":

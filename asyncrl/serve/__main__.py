@@ -59,6 +59,9 @@ def _parser() -> argparse.ArgumentParser:
         "--max-total-tokens", type=int, default=65536, help="KV cache of all running sequences, in tokens"
     )
     parser.add_argument(
+        "--disable-radix-cache", action="store_true", help="compute every prompt whole (the option's name is SGLang's)"
+    )
+    parser.add_argument(
         "--context-length", type=int, default=None, help="tokens of one sequence (default: the model's)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the sampler")
@@ -121,6 +124,7 @@ async def _serve(args: argparse.Namespace, model: Model, bound: socket.socket) -
             context_length=args.context_length,
             max_running_requests=args.max_running_requests,
             max_total_tokens=args.max_total_tokens,
+            prefix_cache=not args.disable_radix_cache,
         ),
         model_path=args.model,
         served_name=args.served_model_name or str(args.model),

@@ -1,10 +1,15 @@
-"""Keys and values of the running sequences, in arenas by length class.
+"""Keys and values of the running sequences, in arenas by length class, and of ended ones for who begins like them.
 
 A step reads every row of a batch up to the longest one, so rows of like length must lie together, or the long tail of a
 rollout makes every short row pay for the longest. An ``Arena`` holds the sequences that need at most ``width`` tokens
 (widths double), densely from row 0; attention reads a plain view of it, with no gather. A sequence that outgrows its
 arena moves on to the next (a copy of its own length, so O(1) a token amortised); when one leaves, the last row fills
 the hole. Rows of all arenas, in order, are the decode batch.
+
+The rows of a sequence that leaves are kept in a tensor of their own length (one copy) while the token budget has room
+beside the running sequences. A new sequence gets the rows of the longest prefix that it shares with a kept or a running
+one, as a copy; a kept one that it continues whole is dropped then. New weights drop all, and hide what still runs with
+rows of the old ones.
 
 Owned by the engine's thread. Memory follows use: an arena grows by half when full, and an empty one is freed when all
 of them together have memory for more than twice ``max_tokens``.
@@ -17,10 +22,13 @@ from typing import NamedTuple
 
 import torch
 
+from asyncrl.serve.prefix_cache import SIZE, PrefixCache, key_of
 from asyncrl.serve.scheduler import Sequence
 from asyncrl.serve.spec import ModelSpec
 
 MIN_WIDTH = 64
+WORTH_WAITING = 32
+"""Tokens that a new sequence must be able to share with another new one to be prefilled after it, and not beside it."""
 
 
 class Group(NamedTuple):
@@ -77,7 +85,14 @@ class KVCache:
     writes the last one's."""
 
     def __init__(
-        self, spec: ModelSpec, *, context_length: int, max_tokens: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        *,
+        context_length: int,
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        prefix_cache: bool = True,
     ) -> None:
         widths = [MIN_WIDTH]
         while widths[-1] < context_length:
@@ -87,6 +102,10 @@ class KVCache:
         self._device = device
         self._arange = torch.arange(4096, device=device)
         self._home: dict[Sequence, tuple[Arena, int]] = {}
+        self._keep = prefix_cache
+        self._prefixes = PrefixCache()
+        self._shared: dict[Sequence, bytes] = {}
+        """Running sequences whose rows are all of the present weights, by the tokens that they were placed with."""
 
     def __len__(self) -> int:
         return len(self._home)
@@ -95,24 +114,84 @@ class KVCache:
         """Which arena holds a sequence of ``tokens`` tokens."""
         return max(0, math.ceil(math.log2(tokens / MIN_WIDTH))) if tokens > MIN_WIDTH else 0
 
-    def place(self, sequences: list[Sequence]) -> tuple[Arena, int]:
-        """Give new sequences, all of one arena, neighbouring rows: (arena, first row). Their KV is still to be
-        written, for ``tokens`` columns."""
+    @property
+    def kept(self) -> int:
+        """Tokens whose rows are kept though no sequence runs on them."""
+        return self._prefixes.saved
+
+    def trim(self, tokens: int) -> None:
+        """Keep at most so many, those used last."""
+        self._prefixes.trim(tokens)
+
+    def forget(self) -> None:
+        """Let no sequence begin with rows that are here now."""
+        self._prefixes.clear()
+        self._shared.clear()
+
+    def wave(self, sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """Which new sequences to prefill now, and which after them, for these can then share their rows."""
+        now: list[Sequence] = []
+        later: list[Sequence] = []
+        starts = PrefixCache()
+        for sequence in sequences:
+            key = key_of(sequence.ids())
+            if self._keep and starts.longest(key)[0] >= self._prefixes.longest(key)[0] + WORTH_WAITING:
+                later.append(sequence)
+            else:
+                now.append(sequence)
+                starts.add(key, sequence)
+        return now, later
+
+    def place(self, sequences: list[Sequence]) -> tuple[Arena, int, list[int]]:
+        """Give new sequences, all of one arena, neighbouring rows: (arena, first row, columns of each that have their
+        KV already). The others up to ``tokens`` columns, at least one, are still to be written."""
         arena = self.arenas[self.arena_index(max(s.tokens for s in sequences))]
         start = arena.take(len(sequences))
         bias = arena.bias[start : start + len(sequences)]
         lengths = torch.tensor([s.tokens for s in sequences], device=self._device)
         ends = torch.arange(arena.width, device=self._device) < lengths[:, None]
         bias.copy_(torch.where(ends, 0.0, -math.inf))
+        keys = [key_of(s.ids()) for s in sequences] if self._keep else []
+        cached = [self._copy_prefix(key, arena.kv[:, row]) for row, key in enumerate(keys, start)]
+        for sequence, key in zip(sequences, keys, strict=False):
+            self._shared[sequence] = key
+            self._prefixes.add(key, sequence)
         for row, sequence in enumerate(sequences, start):
             arena.sequences.append(sequence)
             self._home[sequence] = (arena, row)
-        return arena, start
+        return arena, start, cached or [0] * len(sequences)
+
+    def _copy_prefix(self, key: bytes, row: torch.Tensor) -> int:
+        """Fill the first columns of a new row by those of whoever shares most tokens; how many."""
+        count, source = self._prefixes.longest(key)
+        count = min(count, len(key) // SIZE - 1)  # the last token's logits are wanted
+        if not count:
+            return 0
+        holder = self._prefixes[source]
+        if isinstance(holder, Sequence):
+            arena, index = self._home[holder]
+            kv = arena.kv[:, index]
+        else:
+            kv = holder
+        row[:, :, :, :count] = kv[:, :, :, :count]
+        if kv is holder and key.startswith(source):
+            self._prefixes.remove(source)
+        return count
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence's KV. Harmless for one that has none."""
+        """A sequence leaves; its rows are kept for others if they are of the present weights. Harmless for one that has
+        none."""
         if sequence not in self._home:
             return
+        arena, row = self._home[sequence]
+        key = self._shared.pop(sequence, None)
+        if key is not None:
+            self._prefixes.remove(key, sequence)
+            kept = key_of(sequence.ids()[:-1])
+            self._prefixes.add(kept, arena.kv[:, row, :, :, : sequence.tokens - 1].clone())
+        self._vacate(sequence)
+
+    def _vacate(self, sequence: Sequence) -> None:
         arena, row = self._home.pop(sequence)
         last = arena.sequences.pop()
         if last is not sequence:
@@ -158,7 +237,7 @@ class KVCache:
         target.kv[:, new, :, :, :length] = arena.kv[:, row, :, :, :length]
         target.bias[new, :length] = 0.0
         target.bias[new, length:] = -math.inf
-        self.remove(sequence)
+        self._vacate(sequence)
         target.sequences.append(sequence)
         self._home[sequence] = (target, new)
 

@@ -131,10 +131,15 @@ class Engine:
         return self._call(self.scheduler.resume)
 
     def flush(self, *, wait: bool) -> asyncio.Future[bool]:
-        """True once nothing holds KV (there is no prefix cache to drop); ``wait`` for that, or say False at once."""
-        if wait:
-            return self._call(lambda: True, ready=lambda: self.scheduler.idle)
-        return self._call(lambda: self.scheduler.idle)
+        """Drop the prefixes that are kept, and return True, once no sequence holds KV; ``wait`` for that, or say False
+        at once."""
+
+        def run() -> bool:
+            if self.scheduler.idle:
+                self._cache.forget()
+            return self.scheduler.idle
+
+        return self._call(run, ready=(lambda: self.scheduler.idle) if wait else (lambda: True))
 
     def set_version(self, version: str, *, abort_all: bool = False) -> asyncio.Future[None]:
         def run() -> None:
@@ -170,12 +175,14 @@ class Engine:
         self, tensors: Tensors, version: str | None, *, flush_cache: bool, session: bool, abort_all: bool = False
     ) -> asyncio.Future[None]:
         """Replace weights in place. At once when paused; otherwise running requests end first (or are aborted), and new
-        ones wait. Frozen requests keep their old KV, so with ``in_place`` ones the cache cannot be flushed."""
+        ones wait. Frozen requests keep their old KV, so with ``in_place`` ones the cache cannot be flushed. No other
+        request ever begins with rows of the old weights."""
 
         def run() -> None:
             if abort_all:
                 self._abort(lambda sequence: True)
             self._check_update(flush_cache, session)
+            self._cache.forget()
             apply(self.model.parameters, tensors)
             if version is not None:
                 self._set_version(version)
@@ -246,17 +253,20 @@ class Engine:
     def _step(self) -> None:
         scheduler, cache = self.scheduler, self._cache
         admitted = scheduler.admit(PREFILL_TOKENS)
-        by_arena: dict[int, list[Sequence]] = {}
-        for sequence in admitted:
-            by_arena.setdefault(cache.arena_index(sequence.tokens), []).append(sequence)
-        for sequences in by_arena.values():
-            self._record(sequences, self.model.prefill(cache, sequences))
+        while admitted:
+            wave, admitted = cache.wave(admitted)
+            by_arena: dict[int, list[Sequence]] = {}
+            for sequence in wave:
+                by_arena.setdefault(cache.arena_index(sequence.tokens), []).append(sequence)
+            for sequences in by_arena.values():
+                self._record(sequences, self.model.prefill(cache, sequences))
         for sequence in scheduler.make_room():
             cache.remove(sequence)
         if scheduler.running:
             order, positions, groups = cache.batch()
             tokens = torch.tensor([s.output[-1] for s in order], device=self.model.device)
             self._record(order, self.model.decode(tokens, positions, groups))
+        cache.trim(scheduler.max_tokens - scheduler.used)
         self._publish_load()
 
     def _record(self, sequences: list[Sequence], logits: torch.Tensor) -> None:

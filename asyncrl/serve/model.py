@@ -1,4 +1,5 @@
-"""Forward passes of a Llama-family decoder over the KV cache: prefill of new rows, decode of one token a row.
+"""Forward passes of a Llama-family decoder over the KV cache: prefill of new rows (but for the prefix that the cache
+has), decode of one token a row.
 
 Weights live in fused tensors (q, k and v in one, gate and up in one); ``parameters`` names the Hugging Face tensors
 inside them as views, so an update in place is one copy a tensor and nothing has to be rebuilt. Written for many small
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from asyncrl.serve.kv_cache import Arena, Group, KVCache
 from asyncrl.serve.scheduler import Sequence
@@ -94,51 +96,55 @@ class Model:
         return self._logits(self._forward(tokens, positions, attend))
 
     def prefill(self, cache: KVCache, sequences: list[Sequence]) -> torch.Tensor:
-        """Place new sequences of one arena and compute all their tokens; next-token logits (n, vocab) float32."""
-        arena, row = cache.place(sequences)
-        lengths = [s.tokens for s in sequences]
-        longest, count = max(lengths), len(sequences)
-        tokens = torch.zeros((count, longest), dtype=torch.int64)
-        for i, sequence in enumerate(sequences):
-            tokens[i, : lengths[i]] = torch.tensor(sequence.prompt + sequence.output)
-        tokens = tokens.to(self.device)
-        ends = torch.tensor(lengths, device=self.device) - 1
-        last = torch.empty((count, self.spec.hidden), dtype=self.dtype, device=self.device)
-        step = max(1, PREFILL_CHUNK // count)
-        for begin in range(0, longest, step):
-            end = min(begin + step, longest)
-            hidden = self._prefill_chunk(arena, row, tokens[:, begin:end], begin)
-            inside = (ends >= begin) & (ends < end)
-            last[inside] = hidden[inside, ends[inside] - begin]
+        """Place new sequences of one arena and compute those of their tokens that the cache has no rows for; next-token
+        logits (n, vocab) float32."""
+        arena, row, cached = cache.place(sequences)
+        for sequence, count in zip(sequences, cached, strict=True):
+            if not sequence.retractions:
+                sequence.cached = count
+        rest = [torch.tensor(s.ids()[count:]) for s, count in zip(sequences, cached, strict=True)]
+        tokens = pad_sequence(rest, batch_first=True)
+        starts = torch.tensor(cached)[:, None]
+        lengths = torch.tensor([len(ids) for ids in rest])[:, None]
+        last = torch.empty((len(rest), self.spec.hidden), dtype=self.dtype, device=self.device)
+        step = max(1, PREFILL_CHUNK // len(rest))
+        for begin in range(0, tokens.shape[1], step):
+            columns = torch.arange(begin, min(begin + step, tokens.shape[1]))
+            real = columns < lengths
+            hidden = self._prefill_chunk(arena, row, tokens[:, columns], starts + columns, real)
+            final = (columns == lengths - 1)[real]
+            last[real.nonzero()[final, 0]] = hidden[final]
         return self._logits(last)
 
-    def _prefill_chunk(self, arena: Arena, row: int, tokens: torch.Tensor, begin: int) -> torch.Tensor:
-        """Hidden states (rows, columns, hidden) of columns ``begin``… of neighbouring arena rows.
-
-        Rows start at column 0, so one causal mask serves all of them: no real token sees the padding behind a shorter
-        row's end, and decoding overwrites it.
+    def _prefill_chunk(
+        self, arena: Arena, row: int, tokens: torch.Tensor, positions: torch.Tensor, real: torch.Tensor
+    ) -> torch.Tensor:
+        """Hidden states (m, hidden), row after row, of the ``real`` ones among tokens (n, columns) at ``positions`` of
+        n neighbouring arena rows. The three tensors are on the CPU. Padding costs its place among the queries alone.
         """
-        spec = self.spec
+        spec, device = self.spec, self.device
         count, columns = tokens.shape
-        end = begin + columns
-        positions = torch.arange(begin, end, device=self.device)
-        causal = positions[:, None] >= torch.arange(end, device=self.device)
-        mask = torch.zeros((columns, end), dtype=self.dtype, device=self.device).masked_fill_(~causal, -math.inf)
-        mask = mask.repeat(spec.heads_per_kv, 1)[None, None]
+        end = int(positions[real].max()) + 1
+        starts_alike = bool((positions == positions[0]).all())  # then one mask serves all rows
+        queries = (positions[:1] if starts_alike else positions).to(device)
+        causal = queries[:, :, None] >= torch.arange(end, device=device)
+        mask = torch.zeros(causal.shape, dtype=self.dtype, device=device).masked_fill_(~causal, -math.inf)
+        mask = mask.repeat(1, spec.heads_per_kv, 1)[:, None]
+        rows, places = (index.to(device) for index in real.nonzero(as_tuple=True))
+        flat = positions[real].to(device)
 
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-            qkv = qkv.view(count, columns, -1, spec.head_dim)
             kv = arena.kv[layer, row : row + count]
-            new = qkv[:, :, spec.heads :].reshape(count, columns, 2, spec.kv_heads, spec.head_dim)
-            kv[:, :, :, begin:end] = new.permute(0, 2, 3, 1, 4)
-            query = qkv[:, :, : spec.heads].transpose(1, 2)
+            kv[rows, :, :, flat] = qkv[:, spec.heads :].view(-1, 2, spec.kv_heads, spec.head_dim)
+            query = qkv.new_zeros((count, columns, spec.heads, spec.head_dim))
+            query[rows, places] = qkv[:, : spec.heads]
+            query = query.transpose(1, 2)
             query = query.reshape(count, spec.kv_heads, spec.heads_per_kv * columns, spec.head_dim)
             out = F.scaled_dot_product_attention(query, kv[:, 0, :, :end], kv[:, 1, :, :end], attn_mask=mask)
             out = out.view(count, spec.heads, columns, spec.head_dim).transpose(1, 2)
-            return out.reshape(count * columns, spec.heads * spec.head_dim)
+            return out[rows, places].reshape(-1, spec.heads * spec.head_dim)
 
-        hidden = self._forward(tokens.reshape(-1), positions.repeat(count), attend)
-        return hidden.view(count, columns, spec.hidden)
+        return self._forward(tokens[real].to(device), flat, attend)
 
     def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, attend: _Attend) -> torch.Tensor:
         """Hidden states (n, hidden) after the last norm, of tokens (n,). ``attend(layer, qkv)`` gets heads

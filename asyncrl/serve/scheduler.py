@@ -34,11 +34,12 @@ class Sequence:
 
     ``stop_ids`` end it once it has ``min_new`` tokens; ``interval`` is the number of tokens of a streamed chunk
     (0: everything at the end). ``sent`` tokens have been handed over. ``spans`` say which weights sampled which tokens.
+    ``cached`` tokens of the prompt were not computed for it when it first ran.
     """
 
     __slots__ = (
-        "finish", "interval", "logprobs", "max_new", "min_new", "output", "prompt", "retractions", "rid", "sent",
-        "sink", "spans", "stop_ids", "temperature", "top_k", "top_p",
+        "cached", "finish", "interval", "logprobs", "max_new", "min_new", "output", "prompt", "retractions", "rid",
+        "sent", "sink", "spans", "stop_ids", "temperature", "top_k", "top_p",
     )  # fmt: skip
 
     def __init__(
@@ -69,13 +70,18 @@ class Sequence:
         self.logprobs: list[float] = []
         self.spans: list[tuple[str, int]] = []
         self.sent = 0
+        self.cached = 0
         self.retractions = 0
         self.finish: FinishReason | None = None
 
     @property
     def tokens(self) -> int:
-        """Prompt and output so far."""
+        """How many they are: prompt and output so far."""
         return len(self.prompt) + len(self.output)
+
+    def ids(self) -> list[int]:
+        """Prompt and output so far."""
+        return self.prompt + self.output
 
     def weight_spans(self) -> list[WeightSpan]:
         """Runs of output tokens by the version of the weights that sampled them."""
@@ -106,7 +112,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Nothing holds KV, and nothing is about to."""
+        """No sequence holds KV, and none is about to."""
         return not self.running and (self.frozen or not self.waiting)
 
     def fits(self, prompt: int, max_new: int) -> bool:

@@ -2,10 +2,10 @@
 
 Runs on the event loop; the engine has its own thread, and reading or receiving weights another. Field names and
 meaning are SGLang 0.5.23's, with these differences: streams are always incremental (as with SGLang's
-``--incremental-streaming-output``); there is no tokenizer, so ``text`` is empty; there is no prefix cache, so
-``cached_tokens`` is 0; a token id out of the vocabulary is refused instead of ending the server; an update that would
-need to flush the KV of requests paused in place is refused before the weights change; with ``n`` > 1 replies are named
-``rid_0`` …, and the request's rid aborts all of them. A client that goes away aborts its request.
+``--incremental-streaming-output``); there is no tokenizer, so ``text`` is empty; new weights always drop the cached
+prefixes, whatever ``flush_cache`` says; a token id out of the vocabulary is refused instead of ending the server; an
+update that would need to flush the KV of requests paused in place is refused before the weights change; with ``n`` > 1
+replies are named ``rid_0`` …, and the request's rid aborts all of them. A client that goes away aborts its request.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class Limits(Record, frozen=True, kw_only=True):
     context_length: int
     max_running_requests: int
     max_total_tokens: int
+    prefix_cache: bool = True
 
 
 class Server:
@@ -109,6 +110,7 @@ class Server:
                 max_tokens=limits.max_total_tokens,
                 dtype=model.dtype,
                 device=model.device,
+                prefix_cache=limits.prefix_cache,
             ),
             Scheduler(max_running=limits.max_running_requests, max_tokens=limits.max_total_tokens),
             Sampler(seed, model.device),
@@ -249,7 +251,7 @@ class Server:
             "finish_reason": output.finish,
             "prompt_tokens": len(body.input_ids),
             "completion_tokens": output.done,
-            "cached_tokens": 0,
+            "cached_tokens": output.sequence.cached,
             "num_retractions": output.sequence.retractions,
             "weight_version": output.version,
         }
@@ -324,6 +326,7 @@ class Server:
             "max_req_input_len": self._limits.context_length - 1,
             "context_length": self._limits.context_length,
             "incremental_streaming_output": True,
+            "disable_radix_cache": not self._limits.prefix_cache,
             "device": str(self.engine.model.device),
             "dtype": str(self.engine.model.dtype).removeprefix("torch."),
         }

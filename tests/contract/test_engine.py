@@ -32,6 +32,7 @@ class Reply:
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
+        self.cached = 0
         self.finish: str | None = None
         self.begun = asyncio.Event()
         """Set at the first chunk."""
@@ -42,6 +43,7 @@ class Reply:
         self.ids += chunk.output_ids
         self.logprobs += chunk.logprobs
         self.versions += chunk.versions
+        self.cached = chunk.cached_tokens
         self.finish = chunk.finish_reason
         self.begun.set()
 
@@ -353,6 +355,14 @@ async def test_an_interrupted_request_goes_on_exactly_where_it_was(engine: Engin
     whole = await generate(engine, ask(tokens=len(reply.ids) + 30))
     assert reply.ids + rest.ids == whole.ids
     assert reply.logprobs + rest.logprobs == close_to(whole.logprobs)
+
+
+async def test_a_prompt_that_was_seen_is_computed_for_its_last_token_alone(engine: Engine) -> None:
+    ids = PROMPT[::-1]
+    first, again = await generate(engine, ask(ids)), await generate(engine, ask(ids))
+    assert (first.cached, again.cached) == (0, len(ids) - 1)
+    assert again.ids == first.ids
+    assert again.logprobs == close_to(first.logprobs)
 
 
 @pytest.mark.parametrize("end", ["close", "cancel"])

@@ -162,11 +162,17 @@ async def serving(
     max_running: int = 16,
     max_tokens: int = 8192,
     seed: int = 0,
+    prefix_cache: bool = True,
 ) -> AsyncIterator[Client]:
     """A server on a free port of this process; fails the test if its engine broke."""
     crashes: list[BaseException] = []
     model = load_model(folder, read_spec(folder), context_length=CONTEXT, dtype=dtype, device=torch.device(device))
-    limits = Limits(context_length=CONTEXT, max_running_requests=max_running, max_total_tokens=max_tokens)
+    limits = Limits(
+        context_length=CONTEXT,
+        max_running_requests=max_running,
+        max_total_tokens=max_tokens,
+        prefix_cache=prefix_cache,
+    )
     server = Server(model, limits, model_path=folder, served_name="tiny", seed=seed, on_crash=crashes.append)
     server.engine.start()
     http = TestServer(server.app())

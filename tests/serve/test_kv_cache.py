@@ -24,7 +24,7 @@ def prefill(cache: KVCache, sequences: list[Sequence]) -> None:
     for s in sequences:
         by_arena.setdefault(cache.arena_index(s.tokens), []).append(s)
     for group in by_arena.values():
-        arena, start = cache.place(group)
+        arena, start, _ = cache.place(group)
         for row, s in enumerate(group, start):
             for column in range(s.tokens):
                 arena.kv[:, row, :, :, column] = mark(s, column)
