@@ -206,7 +206,9 @@ class Session:
         room = self._limits.max_tokens - len(prompt)
         if room < 1:
             self.finish_reason = "length"
-            raise ContextFull(f"the prompt has {len(prompt)} tokens, of rollout.max_tokens = {self._limits.max_tokens}")
+            # OpenAI's words, by which clients that see no code know it.
+            full = f"this model's maximum context length is {self._limits.max_tokens} tokens (rollout.max_tokens)"
+            raise ContextFull(f"{full}; the prompt has {len(prompt)}")
         v_traj = self._v_traj if point is None else point.v_traj
         completion = await self._generate(
             Prompt(

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl import EnvDown
 from asyncrl.envs.sandbox import Limits, Sandbox, Source, open_sandbox
-from asyncrl.envs.sandbox.base import Bounded
+from asyncrl.envs.sandbox.base import MAX_COMMAND, TOO_LONG, Bounded
 from asyncrl.envs.sandbox.cgroup import Cgroup
 
 real = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
@@ -54,6 +54,17 @@ async def test_files_are_read_and_written_through_the_box(box: Sandbox) -> None:
         await box.read_file("deep/er/file", limit=10)
     with pytest.raises(OSError, match=r"sub: .*directory"):
         await box.write_file("sub", b"x")
+
+
+@real
+async def test_text_that_no_process_can_be_given(box: Sandbox) -> None:
+    """A model may write anything; it is the command that fails then, not the sandbox."""
+    assert (await box.run("echo a\0b \ud800", 10)).output == "ab ?\n"
+    assert (await box.run("echo " + "é" * MAX_COMMAND, 10)).returncode == TOO_LONG
+    assert (await box.run("echo " + "x" * (MAX_COMMAND - 5) + " | wc -c", 10)).returncode == TOO_LONG
+    assert (await box.run(": " + "x" * (MAX_COMMAND - 2), 10)).returncode == 0
+    await box.write_file("a\0", b"x")
+    assert await box.read_file("a") == b"x"
 
 
 @real

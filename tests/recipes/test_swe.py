@@ -51,6 +51,10 @@ def test_both_recipes_load() -> None:
     large = load(RECIPE, files=[RECIPE / "qwen3.toml"])
     assert type(load_environment(large.env).make()) is SWE
     assert large.env.kwargs["turns"] == large.env.max_turns
+    mini = load(RECIPE, files=[RECIPE / "qwen3.toml", RECIPE / "mini.toml"])
+    assert load_environment(mini.env).rollout is not None
+    assert mini.env.kwargs["step_limit"] == mini.env.max_turns
+    assert mini.env.kwargs["memory_mb"] == large.env.kwargs["memory_mb"]
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")

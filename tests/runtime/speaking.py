@@ -29,6 +29,7 @@ class Speaker:
         self._seconds = seconds
         self.version = 0
         self.requests: list[GenerateRequest] = []
+        self.sampled: list[list[int]] = []
         self.running = 0
 
     async def connect(self) -> EngineInfo:
@@ -45,6 +46,7 @@ class Speaker:
             ids = [*bytewise(self._tokenizer, text), *self._tokenizer.eos_ids]
             reason = "stop" if len(ids) <= request.max_new_tokens else "length"
             ids = ids[: request.max_new_tokens]
+            self.sampled.append(ids)
             n = len(ids)
             yield Chunk(
                 output_ids=array("i", ids),

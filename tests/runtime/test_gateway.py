@@ -19,7 +19,7 @@ from asyncrl.env import Agent
 from asyncrl.runtime.conversation import ChatTemplate
 from asyncrl.runtime.env_manager import Episode
 from asyncrl.runtime.gateway import Gateway
-from asyncrl.runtime.rollout import RolloutPlayer
+from asyncrl.runtime.rollout import Rollout, RolloutPlayer
 from asyncrl.runtime.session import SessionLimits
 
 from .families import make_tokenizer
@@ -41,7 +41,22 @@ async def play(
     folder: Path,
     program: Program,
     answer: Answer = lambda prompt: "yes ab",
+    **options: Any,
+) -> Played:
+    async def rollout(task: Task, agent: Agent) -> float:
+        async with client_of(agent) as client:
+            await program(agent, client)
+        return 1.0
+
+    return await play_rollout(folder, rollout, answer, **options)
+
+
+async def play_rollout(
+    folder: Path,
+    rollout: Rollout,
+    answer: Answer,
     *,
+    task: Task = TASK,
     seconds: float = 0.0,
     idle_timeout_s: float = 20.0,
     **limits: Any,
@@ -52,11 +67,6 @@ async def play(
     gateway = Gateway(tokenizer=tokenizer, model="tiny", rng=Random(0))
     await gateway.start()
 
-    async def rollout(task: Task, agent: Agent) -> float:
-        async with client_of(agent) as client:
-            await program(agent, client)
-        return 1.0
-
     player = RolloutPlayer(
         rollout=rollout,
         proxy=proxy,
@@ -66,7 +76,7 @@ async def play(
         admit=gateway.admit,
     )
     try:
-        [episode] = await player.play(TASK, v_traj=0)
+        [episode] = await player.play(task, v_traj=0)
         return Played(episode, speaker)
     finally:
         await gateway.close()

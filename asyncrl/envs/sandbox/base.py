@@ -20,6 +20,9 @@ from asyncrl.shield import to_the_end
 
 TIMED_OUT = 124
 """Return code of a command that ran past its deadline, as ``timeout(1)`` has it."""
+TOO_LONG = 126
+MAX_COMMAND = 120_000
+"""Bytes. Linux passes no argument of more than 128 KiB."""
 FILE_TIMEOUT_S = 60.0
 KILL_GRACE_S = 10.0
 """How long a killed command may take to be gone before the sandbox is called broken."""
@@ -93,6 +96,9 @@ class Sandbox(ABC):
 
     async def run(self, command: str, timeout_s: float) -> Completed:
         """``command`` for bash, in the work folder. Raises ``EnvDown``."""
+        command = _argument(command)
+        if len(command.encode()) > MAX_COMMAND:
+            return Completed(f"the command is longer than {MAX_COMMAND} bytes; do it in parts\n", TOO_LONG)
         return await self.run_program(["bash", "-c", command], timeout_s)
 
     async def run_program(self, argv: Sequence[str], timeout_s: float, *, stdin: bytes = b"") -> Completed:
@@ -104,7 +110,7 @@ class Sandbox(ABC):
     async def read_file(self, path: str, limit: int = 1_000_000) -> bytes:
         """Raises ``OSError`` for what cannot be read or is longer than ``limit`` bytes."""
         script = 'test -f "$1" || { echo "no such file"; exit 1; }; head -c "$2" -- "$1"'
-        argv = ["bash", "-c", script, "read", path, str(limit + 1)]
+        argv = ["bash", "-c", script, "read", _argument(path), str(limit + 1)]
         data, code = await self.execute(argv, timeout_s=FILE_TIMEOUT_S, output_bytes=limit + 1024)
         if code != 0:
             raise OSError(f"{path}: {data.decode(errors='replace').strip()[-200:]}")
@@ -115,9 +121,15 @@ class Sandbox(ABC):
     async def write_file(self, path: str, data: bytes) -> None:
         """Also makes its folder. Raises ``OSError``."""
         script = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
-        output, code = await self.execute(["bash", "-c", script, "write", path], timeout_s=FILE_TIMEOUT_S, stdin=data)
+        argv = ["bash", "-c", script, "write", _argument(path)]
+        output, code = await self.execute(argv, timeout_s=FILE_TIMEOUT_S, stdin=data)
         if code != 0:
             raise OSError(f"{path}: {output.decode(errors='replace').strip()[-200:]}")
+
+
+def _argument(text: str) -> str:
+    """Without what a process's argument cannot hold, and a model may write."""
+    return text.replace("\0", "").encode(errors="replace").decode()
 
 
 class Bounded:

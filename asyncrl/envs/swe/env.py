@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.env import Action, Env, Message, Observation, Step, Task, ToolCall
-from asyncrl.envs.sandbox import Limits, Sandbox, Source, open_sandbox
+from asyncrl.envs.sandbox import Completed, Limits, Sandbox, Source, open_sandbox
 from asyncrl.envs.swe.repository import Grade, changes, judge, prelude, prepare
 from asyncrl.envs.swe.rows import parse_row
 from asyncrl.envs.swe.tools import FENCED_HELP, TOOLS, ToolError, call_tool, parse_fenced
@@ -161,6 +161,16 @@ class SWE(Env):
             return await judge(box, self.instance, patch, self._test_timeout_s)
         finally:
             await box.close()
+            self._count_time(started)
+
+    async def run(self, command: str) -> Completed:
+        """A command of an agent that is a program of its own (see ``bridge``)."""
+        assert self.box is not None
+        started = asyncio.get_running_loop().time()
+        self._commands += 1
+        try:
+            return await self.box.run(prelude(self.instance) + command, self.command_timeout_s)
+        finally:
             self._count_time(started)
 
     async def close(self) -> None:

@@ -95,7 +95,7 @@ async def call_tool(box: Sandbox, call: ToolCall, timeout_s: float, prelude: str
     if call.name == "edit":
         try:
             return await _edit(box, call)
-        except OSError as error:
+        except (OSError, UnicodeEncodeError) as error:  # half of a surrogate pair is no UTF-8
             raise ToolError(str(error)) from None
     raise ToolError(f"no tool {call.name!r}; there are bash, edit and submit")
 

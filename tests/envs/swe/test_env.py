@@ -177,6 +177,7 @@ async def test_mistakes_are_explained_to_the_agent(env: SWE) -> None:
         ({"command": "view", "path": "calc.py", "line": "2"}, "line must be a whole number"),
         ({"command": "dance", "path": "calc.py"}, "no command 'dance'"),
         ({"path": "calc.py"}, "command must be given as text"),
+        ({"command": "create", "path": "new.py", "new_str": "\ud800"}, "surrogates not allowed"),
     ]:
         assert answer in await said(env, call("edit", **arguments))
     assert "no tool 'fly'" in await said(env, call("fly"))
