@@ -30,7 +30,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from asyncrl.build.fit import machine
-from asyncrl.config import load
+from asyncrl.config import RecipeError, load
 from asyncrl.config.algorithm import LOSSES
 from asyncrl.observe.run_dir import METRICS, read_lines, write_atomic
 from asyncrl.observe.summary import read_summary
@@ -135,11 +135,11 @@ def cells(recipe: Path, seeds: Iterable[int], steps: int, settings: Sequence[str
 
 def _cell(recipe: Path, loss: str, bound: float, seed: int, steps: int, settings: Sequence[str]) -> Cell:
     name = load(recipe).name
-    chosen = [*ALWAYS, *SMALLER.get(name, ()), *OF_LOSS.get(loss, ())]
-    chosen += [f"algorithm.loss={loss}", f"staleness.bound={bound:g}", f"seed={seed}", f"run.steps={steps}", *settings]
-    batch = load(recipe, overrides=chosen).batch_trajectories
-    chosen.append(f"rollout.num_envs={math.ceil((1 + bound) * batch)}")
-    return Cell(recipe=name, loss=loss, bound=bound, seed=seed, settings=tuple(chosen))
+    given = [*ALWAYS, *SMALLER.get(name, ()), *OF_LOSS.get(loss, ())]
+    given += [f"algorithm.loss={loss}", f"staleness.bound={bound:g}", f"seed={seed}", f"run.steps={steps}", *settings]
+    batch = load(recipe, overrides=given).batch_trajectories
+    given.append(f"rollout.num_envs={math.ceil((1 + bound) * batch)}")
+    return Cell(recipe=name, loss=loss, bound=bound, seed=seed, settings=tuple(given))
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
@@ -279,30 +279,41 @@ def _style(bound: float, loss: str) -> dict[str, Any]:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def _numbers(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
+def chosen(wanted: Sequence[Cell], losses: Sequence[str], bounds: Sequence[float]) -> list[Cell]:
+    """Those of these losses and bounds; empty: all. Raises ``ValueError`` for one that no cell has."""
+    for key, asked in (("loss", losses), ("bound", bounds)):
+        known = list(dict.fromkeys(getattr(cell, key) for cell in wanted))
+        if unknown := [value for value in asked if value not in known]:
+            raise ValueError(f"no run with {key} {unknown[0]}; there are {', '.join(map(str, known))}")
+    return [c for c in wanted if c.loss in (losses or [c.loss]) and c.bound in (bounds or [c.bound])]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", nargs="?", type=Path, default=HERE.parent / "recipes" / "runsum")
     parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--losses", type=lambda text: text.split(","), help="only these")
-    parser.add_argument("--bounds", type=_numbers, help="only these; 0: synchronous")
-    parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[0])
+    parser.add_argument("--losses", default="", help="only these")
+    parser.add_argument("--bounds", default="", help="only these; 0: synchronous")
+    parser.add_argument("--seeds", default="0")
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--quick", action="store_true", help="synchronous ppo and reinforce at α = 2, three steps")
+    parser.add_argument("--show", action="store_true", help="make no run, show those that there are")
     parser.add_argument("--json", type=Path, help="results to add to (default: bench/results/convergence.json)")
     parser.add_argument("--plot", type=Path, help="default: beside the results, with the recipe's name")
     args = parser.parse_args()
+    try:
+        seeds = [int(part) for part in args.seeds.split(",")]
+        wanted = cells(args.recipe, seeds, 3 if args.quick else args.steps, args.settings)
+        asked = chosen(
+            wanted, list(filter(None, args.losses.split(","))), [float(b) for b in args.bounds.split(",") if b]
+        )
+    except (RecipeError, ValueError) as error:
+        parser.error(str(error))
+    if args.quick:
+        asked = [cell for cell in asked if (cell.loss, cell.bound) in (("ppo", 0.0), ("reinforce", 2.0))]
     with tempfile.TemporaryDirectory() as scratch:
-        wanted = cells(args.recipe, args.seeds, 3 if args.quick else args.steps, args.settings)
         results: Path = args.json or (Path(scratch) / "quick.json" if args.quick else RESULTS)
-        for i, cell in enumerate(wanted):
-            if args.quick and (cell.loss, cell.bound) not in (("ppo", 0.0), ("reinforce", 2.0)):
-                continue
-            if cell.loss not in (args.losses or LOSSES) or (args.bounds and cell.bound not in args.bounds):
-                continue
+        for i, cell in enumerate(() if args.show else asked):
             if any(outcome.cell == cell for outcome in read(results)):
                 continue
             outcome = train(args.recipe, cell, Path(scratch) / f"run-{i}")

@@ -87,6 +87,16 @@ def test_what_is_there_is_shown_a_row_for_all_seeds(convergence: Any) -> None:
     assert len(heldout.get_lines()) == 5  # no accuracy after
 
 
+def test_a_part_of_the_runs_and_none_that_is_not_among_them(convergence: Any) -> None:
+    cells = convergence.cells(RUNSUM, [0], 80, [])
+    assert convergence.chosen(cells, [], []) == cells
+    assert [(c.loss, c.bound) for c in convergence.chosen(cells, ["ppo", "tis"], [2.0])] == [("ppo", 2.0), ("tis", 2.0)]
+    with pytest.raises(ValueError, match=r"no run with bound 3\.0; there are 0\.0, 8\.0, 2\.0"):
+        convergence.chosen(cells, [], [3.0])
+    with pytest.raises(ValueError, match="no run with loss tsi"):
+        convergence.chosen(cells, ["tsi"], [])
+
+
 @pytest.mark.figures
 def test_two_short_runs_and_none_the_second_time(tmp_path: Path) -> None:
     results = tmp_path / "runs.json"
