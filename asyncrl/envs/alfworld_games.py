@@ -336,17 +336,18 @@ def generate(
     seed: int,
     max_steps: int = 50,
     max_receptacles: int = 0,
+    task_types: Sequence[str] = TASK_TYPES,
 ) -> list[Path]:
     """Games of a split under ``out/json_2.1.1``, their types in turn, each solved within ``max_steps``; their files.
 
-    What the n-th game is depends on the seed, the split, n and the two limits only. Raises ``ValueError`` when the
-    limits leave too little.
+    What the n-th game is depends on the seed, the split, n, the limits and the types only. Raises ``ValueError`` when
+    the limits leave too little.
     """
     rooms = scenes(split, max_receptacles)
     write_logic(out)
     files: list[Path] = []
     for number in numbers:
-        task_type = TASK_TYPES[number % len(TASK_TYPES)]
+        task_type = task_types[number % len(task_types)]
         rng = random.Random(f"{seed}/{split}/{number}")
         for _ in range(ATTEMPTS):
             game = draw_game(rng, scene(rng.choice(rooms)), task_type)

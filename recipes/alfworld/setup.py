@@ -1,6 +1,6 @@
 """Makes what the recipe starts from: games, demonstrations, a word tokenizer, and a small Qwen3 that has seen them.
 
-The games are genuine ALFWorld games in rooms of moderate size, all six task types, half of the held-out ones in the
+The games are genuine ALFWorld games in rooms of moderate size, of three task types, half of the held-out ones in the
 four rooms that ALFWorld keeps unseen. Each comes with demonstrations of an expert who reads what the model reads, and
 searches in another order every time. A short supervised run on them is to leave the model able to write commands and
 to solve some games; the rest it learns by playing.
@@ -15,7 +15,7 @@ import os
 import random
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -31,21 +31,36 @@ from asyncrl.envs.alfworld_engine import AlfredEngine
 from asyncrl.envs.alfworld_expert import Expert
 from asyncrl.envs.alfworld_games import Split, generate, plausible
 
-GAMES: dict[Split, int] = {"train": 144, "valid_seen": 24, "valid_unseen": 24}
+GAMES: dict[Split, int] = {"train": 360, "valid_seen": 24, "valid_unseen": 24}
+TYPES = ("pick_and_place_simple", "look_at_obj_in_light", "pick_clean_then_place_in_recep")
 MAX_RECEPTACLES = 16
 MAX_STEPS = 16
 """The expert's; a game that takes longer is left out. The model may take ``env.max_turns``."""
 DEMONSTRATIONS = 3
 """Of each training game."""
 BATCH = 16
-STEPS = 200
+STEPS = 600
+EXCHANGED = 0.7
+"""Of the episodes have other kinds of things and places."""
+MISTAKES = 0.08
+"""Of the turns come after a command that fails."""
 MAX_LOSS = 0.8
 """The warm start fails if the mean loss of a command's words is above this at its end."""
 IGNORE = -100
-WORD = r", and a |, a |\w+|[^\w\s]|\n"
+PHRASES = (
+    "You are in the middle of a room|Your task is to|You (?:arrive at|open|pick up|move|clean|heat|cool|turn on|close)"
+    "|Nothing happens|is closed|is open|see nothing|go to"
+)
+UNREAD = r"\b(?:a|the|The|and|you|see|On|In|it|Looking|quickly|around|of|has|have)\b"
+WORD = rf"{PHRASES}|\w+ \d+|(?!{UNREAD})\b\w+|>"
+"""What is a token; the rest, articles and marks, the model does not see. That halves the episodes."""
+THING = re.compile(r"\w+ \d+")
+TOOLS = {"sinkbasin", "microwave", "fridge"}
+"""The places whose names say what they are for."""
 
 Turn = tuple[str, str]
 """What the game said, and the command that followed."""
+Mistakes = Callable[[], str]
 
 
 class SetupError(Exception):
@@ -56,7 +71,16 @@ def make_games(folder: Path, seed: int, shard: tuple[Split, range]) -> list[list
     """Games of a shard, and for training games the demonstrations. Runs in a process of its own."""
     split, numbers = shard
     engine = AlfredEngine(folder / "cache")
-    files = generate(engine, folder, split, numbers, seed=seed, max_steps=MAX_STEPS, max_receptacles=MAX_RECEPTACLES)
+    files = generate(
+        engine,
+        folder,
+        split,
+        numbers,
+        seed=seed,
+        max_steps=MAX_STEPS,
+        max_receptacles=MAX_RECEPTACLES,
+        task_types=TYPES,
+    )
     engine.close()
     if split != "train":
         return []
@@ -97,9 +121,11 @@ def shards(games: dict[Split, int], size: int = 12) -> Iterator[tuple[Split, ran
 
 
 def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """One token a word, a number, a mark, and the joints of a list."""
+    """One token a word, a phrase, or a name with its number."""
     splitter = pre_tokenizers.Split(Regex(WORD), "removed", invert=True)
-    words = {word for text in texts for word, _ in splitter.pre_tokenize_str(text)} | {str(n) for n in range(1, 50)}
+    words = {word for text in texts for word, _ in splitter.pre_tokenize_str(text)}
+    kinds = {word.split()[0] for word in words if THING.fullmatch(word)}
+    words |= kinds | {str(n) for n in range(1, 50)} | {f"{kind} {n}" for kind in kinds for n in range(1, 7)}
     vocab = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *sorted(words)])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = splitter
@@ -122,45 +148,72 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
-    return Qwen3ForCausalLM(config)
+    model = Qwen3ForCausalLM(config)
+    # "mug 2" begins near "mug": the task names the kind, the room its copies.
+    embeddings = model.get_input_embeddings().weight.data
+    vocab = tokenizer.get_vocab()
+    for word, i in vocab.items():
+        if THING.fullmatch(word):
+            kind, number = word.split()
+            embeddings[i] = 0.7 * (embeddings[vocab[kind]] + embeddings[vocab[number]]) + 0.3 * embeddings[i]
+    return model
 
 
-def encoded(tokenizer: PreTrainedTokenizerFast, turns: list[Turn]) -> tuple[list[int], list[int]]:
-    """Ids of a whole episode, and labels: the commands, each with the end of its turn."""
+def encoded(tokenizer: PreTrainedTokenizerFast, turns: list[Turn], mistakes: Mistakes) -> tuple[list[int], list[int]]:
+    """Ids of a whole episode, and labels: the commands, each with the end of its turn. ``mistakes`` draws commands that
+    fail, or none; these are read and not learned."""
     ids: list[int] = []
     labels: list[int] = []
+    end = int(tokenizer.eos_token_id)
     for said, command in turns:
         seen = tokenizer.encode(said)
-        written = [*tokenizer.encode(command), int(tokenizer.eos_token_id)]
+        if mistake := mistakes():
+            seen += [*tokenizer.encode(mistake), end, *tokenizer.encode("\nNothing happens.\n>")]
+        written = [*tokenizer.encode(command), end]
         ids += seen + written
         labels += [IGNORE] * len(seen) + written
     return ids, labels
 
 
-def renamed(turns: list[Turn], rng: random.Random) -> list[Turn]:
-    """The same episode with other names: the things and places that have numbers exchange these within their kind, and
-    in half of the episodes the kinds of things exchange their names. So few demonstrations would be learned by heart;
-    this way the model has to read what the game says."""
-    text = "\n".join(part for turn in turns for part in turn)
-    numbered = sorted(set(re.findall(r"\w+ \d+", text)))
-    kinds = sorted({name.split()[0] for name in numbered})
-    places = {name.split()[0] for name in re.findall(r"go to (\w+) \d", text)} | set(
-        re.findall(r"a (\w+) \d", turns[0][0])
-    )
-    others = [kind for kind in kinds if kind not in places]
-    shuffled = rng.sample(others, len(others)) if rng.random() < 0.5 else others
-    words = dict(zip(others, shuffled, strict=True))
-    names = dict(words)
-    for kind in kinds:
-        own = [name for name in numbered if name.split()[0] == kind]
-        for old, new in zip(own, rng.sample(own, len(own)), strict=True):
-            names[old] = f"{words.get(kind, kind)} {new.split()[1]}"
-    pattern = re.compile(r"\b(?:\w+ \d+|\w+)\b")
+class Names:
+    """The names in a set of demonstrations, and their exchange within an episode: so few games would be learned by
+    heart; this way the model has to read what the game says."""
 
-    def rename(part: str) -> str:
-        return pattern.sub(lambda found: names.get(found[0], found[0]), part)
+    def __init__(self, episodes: list[list[Turn]]) -> None:
+        rooms = {name for turns in episodes for name in THING.findall(turns[0][0].partition("Your task")[0])}
+        self.places = sorted({name.split()[0] for name in rooms})
+        found = {name for turns in episodes for turn in turns for part in turn for name in THING.findall(part)}
+        self.objects = sorted({name.split()[0] for name in found} - set(self.places))
 
-    return [(rename(said), rename(command)) for said, command in turns]
+    def renamed(self, turns: list[Turn], rng: random.Random) -> list[Turn]:
+        """The same episode, its numbers drawn anew, and in most episodes the kinds of things and of places too. Tools
+        keep their names."""
+        numbered = sorted({name for turn in turns for part in turn for name in THING.findall(part)})
+        kinds = sorted({name.split()[0] for name in numbered})
+        words: dict[str, str] = {}
+        if rng.random() < EXCHANGED:
+            for names in (self.objects, [place for place in self.places if place not in TOOLS]):
+                own = [kind for kind in kinds if kind in names]
+                words.update(zip(own, rng.sample(names, len(own)), strict=True))
+        new = dict(words)
+        for kind in kinds:
+            own = [name for name in numbered if name.split()[0] == kind]
+            numbers = [name.split()[1] for name in own]
+            if kind not in self.places:
+                numbers = [str(n) for n in range(1, max(5, len(own)) + 1)]
+            for old, number in zip(own, rng.sample(numbers, len(own)), strict=True):
+                new[old] = f"{words.get(kind, kind)} {number}"
+
+        def rename(part: str) -> str:
+            return re.sub(r"\b(?:\w+ \d+|\w+)\b", lambda found: new.get(found[0], found[0]), part)
+
+        return [(rename(said), rename(command)) for said, command in turns]
+
+    def mistake(self, rng: random.Random) -> str:
+        """A command about things that are hardly there, or nothing."""
+        if rng.random() >= MISTAKES:
+            return ""
+        return f"take {rng.choice(self.objects)} {rng.randint(1, 5)} from {rng.choice(self.places)} {rng.randint(1, 5)}"
 
 
 def warm_start(
@@ -171,11 +224,15 @@ def warm_start(
     steps: int,
 ) -> float:
     """Train on the demonstrations; the mean loss over the last 25 steps."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.98), weight_decay=0.05)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 30) * (1 - 0.9 * n / steps))
     losses: list[float] = []
+    names = Names(episodes)
     for step in range(1, steps + 1):
-        batch = [encoded(tokenizer, renamed(turns, rng)) for turns in rng.sample(episodes, BATCH)]
+        batch = [
+            encoded(tokenizer, names.renamed(turns, rng), partial(names.mistake, rng))
+            for turns in rng.sample(episodes, BATCH)
+        ]
         width = max(len(ids) for ids, _ in batch)
         ids = torch.tensor([ids + [int(tokenizer.pad_token_id)] * (width - len(ids)) for ids, _ in batch])
         labels = torch.tensor([labels + [IGNORE] * (width - len(labels)) for _, labels in batch])
