@@ -31,7 +31,7 @@ from asyncrl.envs.alfworld_engine import AlfredEngine
 from asyncrl.envs.alfworld_expert import Expert
 from asyncrl.envs.alfworld_games import Split, generate, plausible
 
-GAMES: dict[Split, int] = {"train": 360, "valid_seen": 24, "valid_unseen": 24}
+GAMES: dict[Split, int] = {"train": 240, "valid_seen": 24, "valid_unseen": 24}
 TYPES = ("pick_and_place_simple", "look_at_obj_in_light", "pick_clean_then_place_in_recep")
 MAX_RECEPTACLES = 16
 MAX_STEPS = 16
