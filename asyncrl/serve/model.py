@@ -132,17 +132,21 @@ class Model:
         mask = mask.repeat(1, spec.heads_per_kv, 1)[:, None]
         rows, places = (index.to(device) for index in real.nonzero(as_tuple=True))
         flat = positions[real].to(device)
+        padded = len(flat) < real.numel()
 
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
             kv = arena.kv[layer, row : row + count]
             kv[rows, :, :, flat] = qkv[:, spec.heads :].view(-1, 2, spec.kv_heads, spec.head_dim)
-            query = qkv.new_zeros((count, columns, spec.heads, spec.head_dim))
-            query[rows, places] = qkv[:, : spec.heads]
-            query = query.transpose(1, 2)
+            query = qkv[:, : spec.heads]
+            if padded:
+                query = qkv.new_zeros((count, columns, spec.heads, spec.head_dim))
+                query[rows, places] = qkv[:, : spec.heads]
+            query = query.view(count, columns, spec.heads, spec.head_dim).transpose(1, 2)
             query = query.reshape(count, spec.kv_heads, spec.heads_per_kv * columns, spec.head_dim)
             out = F.scaled_dot_product_attention(query, kv[:, 0, :, :end], kv[:, 1, :, :end], attn_mask=mask)
             out = out.view(count, spec.heads, columns, spec.head_dim).transpose(1, 2)
-            return out[rows, places].reshape(-1, spec.heads * spec.head_dim)
+            out = out[rows, places] if padded else out
+            return out.reshape(-1, spec.heads * spec.head_dim)
 
         return self._forward(tokens[real].to(device), flat, attend)
 
