@@ -5,10 +5,10 @@ redundant environments (ROLL Flash §5.2) bring on ALFWorld's own engine. Wall t
 
 The runtime is the real one from the lease to the batch, over HTTP to a scripted server (scripted_server.py) that
 answers each turn with the same tokens after the same time; the trainer takes a moment and computes nothing. ALFWorld's
-games are made by the shipped generator and played by chance in worker processes. Latencies, turns and faults are drawn
-(injured episodes and all) as a function of the task and the episode's number, so that the two runs of a comparison are
-given the same work. The paper's latencies are in seconds, here a twentieth of them; the simulated counterparts at the
-paper's size are figures/fig9.py to fig11.py.
+games are made by the shipped generator and played by chance in worker processes. Latencies, turns and faults are
+functions of the task and the episode's number, so that the two runs of a comparison are given the same work. The
+paper's latencies are in seconds, here a twentieth of them; their simulated counterparts, at the paper's size, are
+figures/fig9.py to fig11.py.
 
 Event-loop lag: how much later than asked a sleep of 10 ms ends, all the while.
 """
@@ -22,7 +22,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +55,12 @@ def cheap_tasks() -> list[Task]:
 # --- what is measured; each gives the rows of the results
 
 
-def scale(games: Games | None, quick: bool) -> list[dict[str, Any]]:
+def scale(games: Games | None, quick: bool) -> Iterator[dict[str, Any]]:
     """Many environments at once. The ideal: each spends its time in latencies and replies alone."""
-    rows = []
 
     def measure(
         name: str, count: int, latency: Normal, inner: Callable[[Recipe], EnvSource], tasks: list[Task]
-    ) -> None:
+    ) -> dict[str, Any]:
         turns, reply_s, groups = 10, 0.1, max(1, count // 80)
         rounds = math.ceil(count / (groups * 8))  # steps in which every environment ends one episode
         # More than the environments may be in progress, so that none is ever without work but at the end.
@@ -75,29 +74,28 @@ def scale(games: Games | None, quick: bool) -> list[dict[str, Any]]:
             warm=rounds,
             cool=rounds + 1,
         )
-        rows.append({"envs": count, "ideal": count / (latency.expected + reply_s), **msgspec.to_builtins(outcome)})
+        return {"envs": count, "ideal": count / (latency.expected + reply_s), **msgspec.to_builtins(outcome)}
 
     count, latency = (200, Normal(mean=0.5, std=0.2)) if quick else (2000, Normal(mean=2.0, std=1.0))
-    measure(f"{count} async environments", count, latency, lambda recipe: LocalEnvs(Cheap), cheap_tasks())
+    yield measure(f"{count} async environments", count, latency, lambda recipe: LocalEnvs(Cheap), cheap_tasks())
     if games is not None:
-        count, latency = (10, Normal(mean=0.5, std=0.2)) if quick else (200, Normal(mean=4.0, std=2.0))
+        count, latency = (10, Normal(mean=0.5, std=0.2)) if quick else (200, Normal(mean=2.0, std=1.0))
         envs = lambda recipe: games.envs(recipe, per_process=64)  # noqa: E731
-        measure(f"{count} ALFWorld environments", count, latency, envs, games.tasks)
-    return rows
+        yield measure(f"{count} ALFWorld environments", count, latency, envs, games.tasks)
 
 
-def chaos(games: Games | None, quick: bool) -> list[dict[str, Any]]:
-    """The same run without and with faults, its servers always busy: more environments than they can serve."""
-    rows = []
+def chaos(games: Games | None, quick: bool) -> Iterator[dict[str, Any]]:
+    """The same run without and with faults, its server always busy: more environments than it can serve, and half as
+    many members of a group, and groups, again as are trained."""
     turns = 4 if quick else 10
 
     def measure(
         name: str, groups: int, running: int, inner: Callable[[Recipe], EnvSource], tasks: list[Task], wait_s: float
-    ) -> None:
+    ) -> dict[str, Any]:
         recipe = recipe_of(
             groups=groups,
-            group_size=4 if quick else 8,
-            steps=6 if quick else 16,
+            group_size=4,
+            steps=6 if quick else 10,
             alpha=2.0,
             more_groups=groups // 2,
             more_members=2,
@@ -114,34 +112,30 @@ def chaos(games: Games | None, quick: bool) -> list[dict[str, Any]]:
                 max_turns=turns,
                 faults=faults,
             )
-            pair.append(run(f"{name}, {label}", recipe, source, tasks, warm=2 if quick else 4))
+            pair.append(run(f"{name}, {label}", recipe, source, tasks, warm=2 if quick else 3))
         loss = 1 - pair[1].trained_per_s / pair[0].trained_per_s
         failed = pair[1].played.failed_share
-        rows.append(
-            {
-                "name": name,
-                "loss": loss,
-                "failed_share": failed,
-                "allowed": failed + CHAOS_BUDGET,
-                "runs": msgspec.to_builtins(pair),
-            }
-        )
+        return {
+            "name": name,
+            "loss": loss,
+            "failed_share": failed,
+            "allowed": failed + CHAOS_BUDGET,
+            "runs": msgspec.to_builtins(pair),
+        }
 
-    measure("async environments", 4 if quick else 8, 16, lambda recipe: LocalEnvs(Cheap), cheap_tasks(), 6.0)
+    yield measure("async environments", 4 if quick else 16, 16, lambda recipe: LocalEnvs(Cheap), cheap_tasks(), 6.0)
     if games is not None:
         envs = lambda recipe: games.envs(recipe, per_process=1)  # noqa: E731
-        measure("ALFWorld, a process each", 1 if quick else 3, 8, envs, games.tasks, 3.0)
-    return rows
+        yield measure("ALFWorld, a process each", 2 if quick else 6, 8, envs, games.tasks, 3.0)
 
 
-def lock_step(games: Games | None, quick: bool) -> list[dict[str, Any]]:
+def lock_step(games: Games | None, quick: bool) -> Iterator[dict[str, Any]]:
     """Environment-level asynchrony off (all environments of a batch step together) and on: figure 9."""
     if games is None:
-        return []
-    rows = []
+        return
     groups, size, turns = (1, 4, 4) if quick else (4, 8, 20)
     recipe = recipe_of(groups=groups, group_size=size, steps=2 if quick else 3, max_turns=turns)
-    for std in (10,) if quick else (1, 5, 10):
+    for std in (10,) if quick else (1, 10):
         latency = Normal(mean=10 * SCALE, std=std * SCALE)
         pair = []
         for label, together in (("lock-step", True), ("asynchronous", False)):
@@ -153,18 +147,14 @@ def lock_step(games: Games | None, quick: bool) -> list[dict[str, Any]]:
                 rounds=Rounds(recipe.batch_trajectories) if together else None,
             )
             pair.append(run(f"latency (10, {std})/20 s, {label}", recipe, source, games.tasks, warm=1))
-        rows.append(
-            {"latency": [10, std], "speedup": pair[0].step_s / pair[1].step_s, "runs": msgspec.to_builtins(pair)}
-        )
-    return rows
+        yield {"latency": [10, std], "speedup": pair[0].step_s / pair[1].step_s, "runs": msgspec.to_builtins(pair)}
 
 
-def redundant(games: Games | None, quick: bool) -> list[dict[str, Any]]:
+def redundant(games: Games | None, quick: bool) -> Iterator[dict[str, Any]]:
     """Redundant environments off and on, with synchronous and asynchronous training, without and with failures."""
     if games is None:
-        return []
-    rows = []
-    groups, size, steps = (1, 4, 2) if quick else (4, 8, 8)
+        return
+    groups, size, steps = (1, 4, 2) if quick else (4, 8, 5)
     turns: Distribution = Normal(mean=4, std=1) if quick else Normal(mean=10, std=3)
     failing = Faults(hang=0.01, crash=0.01, slow=0.02, slow_factor=3.0)
     for alpha in (0.0,) if quick else (0.0, 1.0):
@@ -192,11 +182,10 @@ def redundant(games: Games | None, quick: bool) -> list[dict[str, Any]]:
                 name = f"α = {alpha:g}, {label}, {groups + more} × {size + more}"
                 pair.append(run(name, recipe, source, games.tasks, warm=1))
             gain = pair[0].step_s / pair[1].step_s - 1
-            rows.append({"alpha": alpha, "faults": label, "gain": gain, "runs": msgspec.to_builtins(pair)})
-    return rows
+            yield {"alpha": alpha, "faults": label, "gain": gain, "runs": msgspec.to_builtins(pair)}
 
 
-PARTS: dict[str, Callable[[Games | None, bool], list[dict[str, Any]]]] = {
+PARTS: dict[str, Callable[[Games | None, bool], Iterator[dict[str, Any]]]] = {
     "scale": scale,
     "chaos": chaos,
     "lock-step": lock_step,
@@ -256,9 +245,12 @@ def main() -> None:
             print("without ALFWorld, which is not installed: pip install 'asyncrl[alfworld]'")
         for name in parts:
             print(f"{name} (load {os.getloadavg()[0]:.1f})", flush=True)
-            results[name] = PARTS[name](games, args.quick)
-            if args.json:
-                args.json.write_text(json.dumps(results | {"machine": machine()}, indent=1, ensure_ascii=False) + "\n")
+            results[name] = []
+            for row in PARTS[name](games, args.quick):
+                results[name].append(row)
+                if args.json:
+                    text = json.dumps(results | {"machine": machine()}, indent=1, ensure_ascii=False)
+                    args.json.write_text(text + "\n")
     _tell(results)
 
 
