@@ -116,7 +116,7 @@ def test_checkpoints_that_do_not_fit_on_the_disk_are_told_and_cost_only_the_end(
 ) -> None:
     """A limit on the size of files stands for the disk: the state of the optimiser is beyond it, and no other file."""
     overrides = set_("run.steps=3", "run.checkpoint_every=1", "run.eval_tasks=1", "run.trace_requests=false")
-    run = Train(tiny_recipe, tmp_path / "run", *overrides, file_limit=150_000)
+    run = Train(tiny_recipe, tmp_path / "run", *overrides, file_limit=250_000)
     try:
         assert run.wait(120) == 1, run.text()
         assert run.steps() == 3
