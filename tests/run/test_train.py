@@ -214,7 +214,7 @@ def test_a_reward_that_always_raises_ends_the_run_with_its_traceback(train: Star
     run = train(*set_("env.target=env.py:broken", "run.eval_tasks=1", "env.failure_window=16"))
     assert run.wait() == 1
     run.check_ended_cleanly()
-    assert "100% of the last 16 episodes failed" in run.text()
+    assert "100% of the last 16 episodes of " in run.text() and "env.py:broken failed" in run.text()
     assert "KeyError: 'no such board'" in run.text()
     assert "env.py" in run.text(), "the traceback names the user's file"
 
