@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,9 @@ def _read(file: Path) -> bytes:
 def nothing_is_left() -> Iterator[None]:
     before = children()
     yield
+    deadline = time.monotonic() + 10
+    while not children() <= before and time.monotonic() < deadline:  # killed, and not gone yet
+        time.sleep(0.05)
     assert children() <= before
 
 
