@@ -24,10 +24,11 @@ class ChildError(Exception):
     """A child process could not be started or ended by itself; one line naming it and its log."""
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent's thread ends. No effect elsewhere than on Linux."""
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process signal ``number`` when its parent's thread ends. No effect elsewhere than on
+    Linux."""
     if _libc is not None:
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        _libc.prctl(PR_SET_PDEATHSIG, number)
 
 
 class Child:

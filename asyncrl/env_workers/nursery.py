@@ -1,11 +1,12 @@
 """The process that forks workers: it has the user's module imported, so that a killed worker is replaced in a moment.
 
-    python -m asyncrl.env_workers.nursery '{"target": …, "kwargs": …, "path": …}'
+    python -m asyncrl.env_workers.nursery '{"target": …, "kwargs": …, "path": …}' SCRATCH
 
 Its standard input is a socket to the controller: ``START n`` with the worker's socket attached, ``KILL n``; it answers
 ``ENDED n status``. It never runs threads, so forking is safe. A module that starts threads when it is imported is
 imported in each worker instead. Workers lead sessions of their own, whose remains are killed with them, and have a
-folder for temporary files, removed after them.
+folder for temporary files in ``SCRATCH``, removed after them; ``SCRATCH`` itself is removed in the end, also after a
+controller that was killed.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class Nursery:
         signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.signal(signal.SIGTERM, self._on_term)
+        die_with_parent(signal.SIGTERM)  # until here it was SIGKILL, which leaves no time to tidy up
         with selectors.DefaultSelector() as selector:
             selector.register(self._control, selectors.EVENT_READ)
             selector.register(wakeup, selectors.EVENT_READ)
@@ -168,18 +170,18 @@ def _kill(pid: int) -> None:
 def main() -> None:
     spec = msgspec.json.decode(sys.argv[1], type=Spec)
     sys.path[:] = spec.path
+    scratch = Path(sys.argv[2])
     make = None
     if not spec.late:
         make = spec.load()
         if _has_threads():
             late = msgspec.json.encode(msgspec.structs.replace(spec, late=True)).decode()
-            os.execv(sys.executable, [sys.executable, "-m", "asyncrl.env_workers.nursery", late])
+            os.execv(sys.executable, [sys.executable, "-m", "asyncrl.env_workers.nursery", late, str(scratch)])
     control = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     gc.collect()
     gc.freeze()  # so that a worker's collections do not touch, and copy, the pages it shares
-    scratch = Path(tempfile.mkdtemp(prefix="asyncrl-envs-"))
     connection = Nursery(control, scratch).run()
     if connection is None:
         shutil.rmtree(scratch, ignore_errors=True)

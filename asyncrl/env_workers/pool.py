@@ -17,6 +17,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -364,10 +365,15 @@ class EnvProcesses:
         return True
 
     async def _keep_nursery(self) -> None:
-        command = [sys.executable, "-m", "asyncrl.env_workers.nursery", self._spec]
+        with tempfile.TemporaryDirectory(prefix="asyncrl-envs-", ignore_cleanup_errors=True) as scratch:
+            await self._keep_nursery_in(scratch)
+
+    async def _keep_nursery_in(self, scratch: str) -> None:
+        command = [sys.executable, "-m", "asyncrl.env_workers.nursery", self._spec, scratch]
         environment = {name: os.environ.get(name, value) for name, value in THREADS.items()}
         environment["PYTHONUNBUFFERED"] = "1"  # a killed process flushes nothing
         for _ in range(MAX_RESTARTS + 1):
+            Path(scratch).mkdir(exist_ok=True)  # the one before may have removed it
             ours, theirs = socket.socketpair()
             with ours:
                 with theirs:

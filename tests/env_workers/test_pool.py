@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
+import tempfile
 import time
 from array import array
 from collections.abc import AsyncIterator, Callable
@@ -385,3 +387,50 @@ async def test_a_class_that_cannot_be_imported_in_the_workers_ends_the_run_with_
         await envs.run()
     assert isinstance(error.value.exceptions[0], ChildError)
     assert "no file" in str(error.value.exceptions[0])
+
+
+async def test_nothing_stays_in_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    envs = pool(tmp_path)
+    async with running(envs):
+        env, pid = await begun(envs)
+        assert list(temporary.iterdir())
+        nursery = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        os.kill(nursery, signal.SIGKILL)
+        await until(lambda: not alive(pid))
+        envs.release(env, whole=False)
+        await begun(envs)
+    assert not list(temporary.iterdir())
+
+
+async def test_a_killed_controller_leaves_no_process_and_no_file(tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    script = (
+        "import asyncio, sys\n"
+        "from pathlib import Path\n"
+        "from env_workers.test_pool import begun, pool, running\n"
+        "async def main():\n"
+        "    envs = pool(Path(sys.argv[1]))\n"
+        "    async with running(envs):\n"
+        "        print((await begun(envs))[1], flush=True)\n"
+        "        await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    controller = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        script,
+        str(tmp_path),
+        env={**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path])},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert controller.stdout is not None
+    async with asyncio.timeout(SOON_S):
+        pid = int(await controller.stdout.readline())
+        assert list(temporary.iterdir())
+        controller.kill()
+        await controller.wait()
+        await until(lambda: not alive(pid) and not list(temporary.iterdir()))
