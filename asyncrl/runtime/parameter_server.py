@@ -55,7 +55,7 @@ class ParameterServer:
 
     @property
     def version(self) -> int:
-        """The version that all servers in use hold."""
+        """The version that all servers in use hold, but those that an evaluation keeps at an older one."""
         return self._version
 
     @property

@@ -74,7 +74,8 @@ class _ChosenLogprobs(torch.autograd.Function):
             of_logprobs = torch.zeros_like(norm)
         wanted = ctx.needs_input_grad
         to_hidden = torch.empty_like(hidden) if wanted[0] else None
-        to_weight = torch.zeros_like(weight) if wanted[1] else None
+        # In float32: the sum of many chunks would lose what each adds in bfloat16.
+        to_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
         to_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
         for part in _chunks(len(targets), len(weight)):
             slope = _slope(
@@ -94,9 +95,10 @@ class _ChosenLogprobs(torch.autograd.Function):
             if to_hidden is not None:
                 torch.mm(slope, weight, out=to_hidden[part])
             if to_weight is not None:
-                to_weight.addmm_(slope.T, hidden[part])
+                to_weight += slope.T @ hidden[part]
             del slope
-        return to_hidden, to_weight, None if to_bias is None else to_bias.to(bias.dtype), None, None, None
+        of_weight = None if to_weight is None else to_weight.to(weight.dtype)
+        return to_hidden, of_weight, None if to_bias is None else to_bias.to(bias.dtype), None, None, None
 
 
 def _slope(

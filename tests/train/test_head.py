@@ -62,6 +62,27 @@ def test_in_bfloat16_the_softmax_is_float32() -> None:
     torch.testing.assert_close(torch.autograd.grad(got.sum(), [hidden, head.weight]), wanted, rtol=0, atol=0.05)
 
 
+def test_in_bfloat16_the_weights_gradient_is_as_exact_in_many_chunks_as_in_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    head, hidden = nn.Linear(WIDTH, VOCABULARY, bias=False), torch.rand(512, WIDTH)
+    targets = torch.randint(VOCABULARY, (512,))
+
+    def gradient(dtype: torch.dtype, rows: int) -> Tensor:
+        monkeypatch.setattr(heads, "LOGIT_ELEMENTS", VOCABULARY * rows)
+        weights = nn.Linear(WIDTH, VOCABULARY, bias=False).to(dtype)
+        weights.load_state_dict(head.bfloat16().state_dict())
+        logprobs, _ = chosen_logprobs(
+            weights, hidden.bfloat16().to(dtype), targets, temperature=1.0, soft_cap=None, entropy_gradient=False
+        )
+        return torch.autograd.grad(logprobs.sum(), weights.weight)[0].float()
+
+    exact = gradient(torch.float32, 512)
+    off = {rows: float((gradient(torch.bfloat16, rows) - exact).norm() / exact.norm()) for rows in (512, 2)}
+    assert off[2] < 1.5 * off[512], off
+
+
 def test_a_frozen_head_passes_the_gradient_on() -> None:
     head = nn.Linear(WIDTH, VOCABULARY).requires_grad_(False)
     hidden = torch.randn(POSITIONS, WIDTH, requires_grad=True)
