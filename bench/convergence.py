@@ -265,7 +265,7 @@ def _draw_heldout(ax: Axes, outcomes: Sequence[Outcome]) -> None:
         for value, marker in ((o.heldout_before, "_"), (o.heldout_after, "o")):
             if value is not None:
                 ax.plot(bounds.index(at) + shift, value, marker=marker, markersize=4, color=_style(at, loss)["color"])
-    ax.set(title="held-out accuracy: – before, • after", xlabel="α", ylim=(0, 1))
+    ax.set(title="held-out (–: before)", xlabel="α", ylim=(0, 1))
     ax.set_xticks(range(len(bounds)), [f"{bound:g}" for bound in bounds])
     ax.grid(alpha=0.25, axis="y")
 

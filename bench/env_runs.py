@@ -22,6 +22,7 @@ from asyncrl.core.types import Task
 from asyncrl.engine.sglang import SGLangEngine
 from asyncrl.env import Cost
 from asyncrl.env_workers.pool import EnvProcesses
+from asyncrl.garbage import rare_collections
 from asyncrl.observe.tally import Tally
 from asyncrl.ports import EnvSource, StepMetrics
 from asyncrl.runtime.restarts import RestartingTrainer
@@ -213,7 +214,8 @@ async def _run(
     began = loop.time()
     try:
         run = await assemble(recipe, world)
-        await run.controller.run()
+        with rare_collections():
+            await run.controller.run()
     finally:
         await engine.close()
         await blocking.close()

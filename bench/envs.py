@@ -63,8 +63,9 @@ def scale(games: Games | None, quick: bool) -> Iterator[dict[str, Any]]:
     ) -> dict[str, Any]:
         turns, reply_s, groups = 10, 0.1, max(1, count // 80)
         rounds = math.ceil(count / (groups * 8))  # steps in which every environment ends one episode
-        # More than the environments may be in progress, so that none is ever without work but at the end.
-        recipe = recipe_of(groups=groups, group_size=8, steps=4 * rounds, alpha=11.0, num_envs=count, max_turns=turns)
+        # Twice as many groups may be in progress as there are environments for: most groups wait for their last member
+        # while the others' environments play the next, and none is to be without work but at the end.
+        recipe = recipe_of(groups=groups, group_size=8, steps=4 * rounds, alpha=19.0, num_envs=count, max_turns=turns)
         outcome = run(
             name,
             recipe,

@@ -3,8 +3,8 @@
     core ← env ← ports, wire, shield ← config ← worlds ← build ← cli
 
 The worlds are runtime, engine, serve, train, weights, sim, envs, observe, and the adapter modules workers, env_workers,
-processes, servers, tokenizer, watchdog, loading, checksum. They know what is below them and not each other; ``build``
-wires them.
+processes, servers, tokenizer, watchdog, loading, checksum, garbage. They know what is below them and not each other;
+``build`` wires them.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ def test_every_exception_to_the_layers_is_in_use() -> None:
 def test_every_top_level_name_has_its_place() -> None:
     worlds = {"runtime", "engine", "serve", "train", "weights", "sim", "envs", "observe"}
     worlds |= {"workers", "env_workers", "processes", "servers", "tokenizer", "watchdog", "loading", "checksum"}
+    worlds |= {"garbage"}
     assert {name.partition(".")[0] for name in NAMES} == worlds | set(HEIGHT)
 
 

@@ -17,6 +17,7 @@ from asyncrl.config import Recipe, RecipeError, dumps
 from asyncrl.core.ledger import Ledger
 from asyncrl.engine.health import HealthMonitor
 from asyncrl.engine.sglang import SGLangEngine
+from asyncrl.garbage import rare_collections
 from asyncrl.loading import check_model, load_own
 from asyncrl.observe.progress import Progress
 from asyncrl.observe.recorder import Recorder
@@ -199,7 +200,8 @@ async def train(
             run = await servers.until_death(assemble(recipe, world))
             monitor = HealthMonitor(engines, HEALTH_INTERVAL_S, HEALTH_FAILURES, _on_health(run.proxy))
             watching = group.create_task(monitor.run())
-            await run.controller.run()
+            with rare_collections():
+                await run.controller.run()
             watching.cancel()
             display.cancel()
         ended = "finished"
