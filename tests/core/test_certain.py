@@ -16,7 +16,7 @@ PLAYS = 120
 EVENTS = 120
 
 
-@pytest.mark.parametrize("name", ["inflight_cap", "queue_drop", "queue_max"])
+@pytest.mark.parametrize("name", ["inflight_cap", "buffers", "queue_drop", "queue_max"])
 def test_certain_groups_are_in_the_very_next_batch(name: str) -> None:
     """Random plays: servers lag, groups end in any order, some are released; the trainer waits, or has not asked."""
     early = 0

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Protocol
 
 from asyncrl.core.types import Record
+
+UNBOUNDED = sys.maxsize
+"""``room`` and ``capacity`` of a control that does not limit admission."""
 
 
 class StalenessViolation(Exception):
@@ -40,11 +44,24 @@ class StalenessControl(Protocol):
         """True if ``occupy`` may drop groups: then what is live is not what will be trained."""
 
     @property
+    def assigns_late(self) -> bool:
+        """True if a group opens without a version and is reserved when its first request is routed, on the version
+        of that server; False if it is reserved as it opens."""
+
+    @property
+    def capacity(self) -> int:
+        """Most groups that may be live at once, opened and not reserved yet among them."""
+
+    @property
     def missing(self) -> int:
         """Groups to start, beside those occupied, so that the next batch and the redundant groups are complete."""
 
     def admits(self, version: int) -> bool:
         """May a group start now on servers that hold ``version``?"""
+
+    def room(self, version: int) -> int:
+        """How many groups more may start now on ``version``. Each reservation, on whatever version, takes at most one
+        from it."""
 
     def reserve(self, group_id: int, version: int) -> None:
         """Hold a place for a group whose oldest token may come from ``version``."""

@@ -49,6 +49,7 @@ class InflightCap:
     """
 
     evicts = False
+    assigns_late = False
 
     def __init__(self, *, batch: int, alpha: float, redundant: int = 0, step: int = 0) -> None:
         if batch < 1 or alpha < 0 or redundant < 0:
@@ -79,9 +80,18 @@ class InflightCap:
     def live(self) -> int:
         return len(self._reserved) + len(self._occupied)
 
-    def admits(self, version: int) -> bool:
+    @property
+    def capacity(self) -> int:
+        return self._batch + self._ahead + self._redundant
+
+    def room(self, version: int) -> int:
+        if version + self._slack < self._step:
+            return 0
         limit = (version + 1) * self._batch + self._ahead + self._redundant
-        return self._step * self._batch + self.live < limit and version + self._slack >= self._step
+        return max(0, limit - self._step * self._batch - self.live)
+
+    def admits(self, version: int) -> bool:
+        return self.room(version) > 0
 
     def reserve(self, group_id: int, version: int) -> None:
         if version > self._step:
@@ -139,7 +149,7 @@ class InflightCap:
             reserved=len(self._reserved),
             occupied=len(self._occupied),
             due=sum(n for deadline, n in self._pending_by_deadline.items() if deadline <= self._step),
-            capacity=self._batch + self._ahead + self._redundant,
+            capacity=self.capacity,
         )
 
     def _in_order(self) -> list[int]:

@@ -18,13 +18,15 @@ Memory: of the live groups all but those in the queue are held by a slot, so the
 
 from __future__ import annotations
 
-from asyncrl.core.staleness.base import StalenessSnapshot, StalenessViolation
+from asyncrl.core.staleness.base import UNBOUNDED, StalenessSnapshot, StalenessViolation
 
 
 class _Queue:
     """What both share: ``occupy`` enters the queue, ``consume`` takes the first ``batch`` of it. O(1) a group."""
 
     evicts = True
+    assigns_late = False
+    capacity = UNBOUNDED
 
     def __init__(self, *, batch: int, step: int) -> None:
         if batch < 1:
@@ -42,6 +44,9 @@ class _Queue:
 
     def admits(self, version: int) -> bool:
         return True
+
+    def room(self, version: int) -> int:
+        return UNBOUNDED if self.admits(version) else 0
 
     def reserve(self, group_id: int, version: int) -> None:
         if version > self._step:

@@ -1,0 +1,258 @@
+"""Staleness buffers (papers: StaleFlow §4): a place for every group from its first token on, so that none is discarded.
+
+Buffer b trains step b. At step n (the version of the weights before it) there are buffers n … n + η, each of E = B + R
+entries: B groups a batch, R redundant ones (§4.3, batch level). An entry is empty, reserved or occupied. A group that
+starts on version v ≤ n has the deadline d = v + η, the last step that may train it: all of its entries are in buffers
+≤ d. The paper's primitives:
+
+* Reserve scans backward from buffer d and takes the latest empty entry. ``room`` and ``admits`` simulate it.
+* Occupy deletes the group's reserved entry; the earliest reserved entry that may move to the hole (its deadline is not
+  before it) does, then the earliest that may fill its hole, and so on; then the group takes the earliest empty entry.
+* Consume retires buffer n once B of its entries are occupied (Ready): the first B are the batch. Up to R others can be
+  in it. An occupied one occupies anew, the earliest empty entry, if that is in time; the rest is surplus.
+* Release deletes an entry, moves reserved ones as Occupy does, and pulls occupied ones of later buffers forward.
+
+**Theorem (bound per sample).** Nothing is consumed with staleness n − v > η; at most R groups a step are surplus.
+Proof. Reserve gives an entry in a buffer ≤ d, else it is refused. A reserved entry moves to a hole only where its
+deadline allows. Occupied entries move to earlier ones, and Occupy finds an empty entry not later than the one that its
+group had, for the last hole is one. So every live group has an entry in a buffer from n to d until it leaves, and the
+batch is taken from buffer n ≤ d. What is surplus was among the E − B others of that buffer. ∎
+
+**Invariants.** After every operation (1) no empty entry is in a buffer before an occupied one, and (2) no reserved
+entry could move to a later buffer, up to its deadline, that has an entry which is not reserved.
+Proof. Reserve: the buffers after the entry's, to d, have no empty entries, hence by (1) no occupied ones: (2). Occupy
+and Release: the hole moves to earlier buffers until no reserved entry before it may fill it, which is (2) for it; and
+behind a reserved entry that moved, all were reserved up to its deadline by (2), and are. If some entry before the last
+hole was empty, nothing behind is occupied by (1), and the group takes the earliest; else it takes the hole (Occupy), or
+the occupied entries behind move up into it (Release): (1). No reserved entry could use what those leave, by (2).
+Consume: the first buffer goes, and no deadline reaches the one that comes. ∎
+
+**Theorem (earliest).** Buffer n is Ready as soon as any placement within the deadlines makes it so.
+Proof. Let m groups be reserved in buffers ≤ b. Follow (2) from those with a later deadline: up to it all entries are
+reserved. Follow it from the groups of these, and so on, to the last buffer b' reached. All E·(b' − b) entries after b
+up to b' are reserved, by groups that with the m have deadlines ≤ b'. So every placement has m of them, or more, in
+buffers ≤ b. Thus in every prefix of the buffers the reserved entries are as few as can be. By (1), what is occupied
+fills the rest from the front. ∎
+
+So the counts of every buffer are a function of two things: how many unfinished groups have each deadline, and how many
+groups are finished. Which unfinished group has which entry makes no difference, and is not held. Finished groups are
+held by buffer; one in buffer n stays there, so the first of them are ``certain``.
+
+**Theorem (no deadlock).** Some allowed action always leads to the next Consume.
+Proof. Let every unfinished group end. No entry is reserved then, so with B finished, buffer n is Ready; with fewer, a
+group on version n finds one of the E·(η + 1) entries empty. ∎
+
+``set_bound`` changes η between any two operations. A deadline is fixed by Reserve, and the proofs use nothing but
+deadlines and that no buffer is missing before the latest one, so they hold as they stand: each group keeps the bound
+that it was reserved with, and is neither late nor lost.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from enum import StrEnum
+from itertools import islice
+
+from asyncrl.core.staleness.base import StalenessSnapshot, StalenessViolation
+from asyncrl.core.types import Record
+
+
+class BufferState(StrEnum):
+    WAITING = "waiting"
+    """Has empty entries."""
+    READY = "ready"
+    """Holds a batch of occupied entries."""
+    STUCK = "stuck"
+    """Full, but not ready: training and reservations wait for groups that are unfinished."""
+
+
+class BufferView(Record, frozen=True, kw_only=True):
+    """One buffer, its counts in groups."""
+
+    version: int
+    """V_buf: the step that trains it."""
+    state: BufferState
+    reserved: int
+    occupied: int
+
+
+class StalenessBuffers:
+    """``batch`` groups a step, staleness at most ``bound``, ``redundant`` entries a buffer beyond the batch.
+
+    A call costs O(bound), but ``consume`` and ``certain``, which also pay for what they return.
+    """
+
+    evicts = False
+    assigns_late = True
+
+    def __init__(self, *, batch: int, bound: int, redundant: int = 0, step: int = 0) -> None:
+        if batch < 1 or bound < 0 or redundant < 0:
+            raise ValueError(f"need batch ≥ 1, bound ≥ 0, redundant ≥ 0; got {batch}, {bound}, {redundant}")
+        self._batch = batch
+        self._entries = batch + redundant
+        self._bound = self._limit = bound
+        self._step = step
+        self._reserved: dict[int, int] = {}
+        """Unfinished group → deadline."""
+        self._by_deadline: deque[dict[int, None]] = deque({} for _ in range(bound + 1))
+        """By deadline less the step: the same groups, in order of reservation."""
+        self._occupied: deque[OrderedDict[int, int]] = deque(OrderedDict() for _ in range(bound + 1))
+        """By buffer less the step: finished group → deadline, in the order in which they came to the buffer."""
+        self._buffer: dict[int, int] = {}
+        """Finished group → buffer."""
+
+    @property
+    def limit(self) -> int | None:
+        """The largest bound that was ever set."""
+        return self._limit
+
+    @property
+    def missing(self) -> int:
+        return self._entries - len(self._buffer) % self._batch
+
+    @property
+    def capacity(self) -> int:
+        return (self._bound + 1) * self._entries
+
+    def set_bound(self, bound: int) -> None:
+        """The bound for what is reserved from now on; what is reserved already keeps its own."""
+        if bound < 0:
+            raise ValueError(f"need bound ≥ 0; got {bound}")
+        self._bound = bound
+        self._limit = max(self._limit, bound)
+        self._open_buffers()
+
+    def room(self, version: int) -> int:
+        last = min(version, self._step) + self._bound - self._step
+        return sum(self._empty_entries()[: last + 1]) if last >= 0 else 0
+
+    def admits(self, version: int) -> bool:
+        return self.room(version) > 0
+
+    def reserve(self, group_id: int, version: int) -> None:
+        if version > self._step:
+            raise StalenessViolation(f"group {group_id} starts on version {version}, but only {self._step} is trained")
+        if not self.admits(version):
+            raise StalenessViolation(f"group {group_id} on version {version} was not admitted at step {self._step}")
+        if group_id in self._reserved or group_id in self._buffer:
+            raise StalenessViolation(f"group {group_id} is reserved already")
+        deadline = version + self._bound
+        self._reserved[group_id] = deadline
+        self._by_deadline[deadline - self._step][group_id] = None
+
+    def occupy(self, group_id: int) -> dict[int, str]:
+        deadline = self._leave_reserved(group_id)
+        self._place(group_id, deadline, self._earliest_empty())
+        return {}
+
+    def release(self, group_id: int) -> None:
+        if (version := self._buffer.pop(group_id, None)) is not None:
+            del self._occupied[version - self._step][group_id]
+        else:
+            self._leave_reserved(group_id)
+        self._pull_forward()
+
+    def consume(self) -> tuple[list[int], list[int]] | None:
+        occupied = self._occupied[0]
+        if len(occupied) < self._batch:
+            return None
+        batch = list(islice(occupied, self._batch))
+        for group_id in batch:
+            if (late := self._step - occupied[group_id]) > 0:
+                raise StalenessViolation(
+                    f"group {group_id} would be trained at step {self._step}, {late} beyond its bound"
+                )
+        # Those with the earliest deadline are taken as the ones in this buffer: all that are due, and nobody is who
+        # could have another entry.
+        in_order = (group_id for groups in self._by_deadline for group_id in groups)
+        surplus = list(islice(in_order, self._reserved_entries()[0]))
+        for group_id in surplus:
+            self._leave_reserved(group_id)
+        for group_id in occupied:
+            del self._buffer[group_id]
+        self._step += 1
+        self._by_deadline.popleft()
+        self._occupied.popleft()
+        self._open_buffers()
+        for group_id, deadline in islice(occupied.items(), self._batch, None):
+            if (empty := self._earliest_empty()) <= deadline:
+                self._place(group_id, deadline, empty)
+            else:
+                surplus.append(group_id)
+        return batch, surplus
+
+    def certain(self, count: int) -> list[int]:
+        return list(islice(self._occupied[0], count))
+
+    def states(self) -> list[BufferView]:
+        """Every buffer from the earliest on (§4.2, figure 7)."""
+        views = []
+        for i, (reserved, empty) in enumerate(zip(self._reserved_entries(), self._empty_entries(), strict=True)):
+            occupied = len(self._occupied[i])
+            if occupied >= self._batch:
+                state = BufferState.READY
+            else:
+                state = BufferState.WAITING if empty else BufferState.STUCK
+            views.append(BufferView(version=self._step + i, state=state, reserved=reserved, occupied=occupied))
+        return views
+
+    def snapshot(self) -> StalenessSnapshot:
+        return StalenessSnapshot(
+            step=self._step,
+            reserved=len(self._reserved),
+            occupied=len(self._buffer),
+            due=len(self._by_deadline[0]),
+            capacity=self.capacity,
+        )
+
+    def _reserved_entries(self) -> list[int]:
+        """How many entries of each buffer are reserved: every group as late as its deadline and the others allow."""
+        counts = [len(groups) for groups in self._by_deadline]
+        excess = 0
+        for i in range(len(counts) - 1, -1, -1):
+            wanted = counts[i] + excess
+            counts[i] = min(wanted, self._entries)
+            excess = wanted - counts[i]
+        return counts
+
+    def _empty_entries(self) -> list[int]:
+        """How many entries of each buffer are empty."""
+        return [
+            self._entries - reserved - len(occupied)
+            for reserved, occupied in zip(self._reserved_entries(), self._occupied, strict=True)
+        ]
+
+    def _earliest_empty(self) -> int:
+        """The buffer of the earliest empty entry; where there is none, one beyond the last."""
+        empty = self._empty_entries()
+        return self._step + next((i for i, count in enumerate(empty) if count), len(empty))
+
+    def _place(self, group_id: int, deadline: int, version: int) -> None:
+        self._occupied[version - self._step][group_id] = deadline
+        self._buffer[group_id] = version
+
+    def _pull_forward(self) -> None:
+        """A hole before occupied entries takes the first of the next buffer that has any, and so does its hole."""
+        hole = self._earliest_empty()
+        for i in range(hole - self._step + 1, len(self._occupied)):
+            if self._occupied[i]:
+                group_id, deadline = self._occupied[i].popitem(last=False)
+                self._place(group_id, deadline, hole)
+                hole = self._step + i
+
+    def _open_buffers(self) -> None:
+        """There is a buffer for every deadline up to the step's."""
+        while len(self._by_deadline) <= self._bound:
+            self._by_deadline.append({})
+            self._occupied.append(OrderedDict())
+
+    def _leave_reserved(self, group_id: int) -> int:
+        deadline = self._reserved.pop(group_id, None)
+        if deadline is None:
+            raise StalenessViolation(f"group {group_id} is not reserved")
+        del self._by_deadline[deadline - self._step][group_id]
+        return deadline
+
+    def __repr__(self) -> str:
+        s = self.snapshot()
+        return f"<StalenessBuffers step {s.step}: {s.reserved} reserved, {s.occupied} occupied, {s.due} due>"
