@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Protocol
 
 from asyncrl.core.types import Record
 
-UNBOUNDED = sys.maxsize
+UNBOUNDED = 2**63 - 1
 """``room`` and ``capacity`` of a control that does not limit admission."""
 
 
@@ -83,3 +82,13 @@ class StalenessControl(Protocol):
         """The group leaves without being trained (filtered, failed, aborted); its place is free again."""
 
     def snapshot(self) -> StalenessSnapshot: ...
+
+
+def check_reserve(group_id: int, version: int, *, step: int, admitted: bool, live: bool) -> None:
+    """Raises ``StalenessViolation`` if the group, perhaps ``live`` already, must not be reserved on ``version``."""
+    if version > step:
+        raise StalenessViolation(f"group {group_id} starts on version {version}, but only {step} is trained")
+    if not admitted:
+        raise StalenessViolation(f"group {group_id} on version {version} was not admitted at step {step}")
+    if live:
+        raise StalenessViolation(f"group {group_id} is reserved already")

@@ -53,7 +53,7 @@ from collections import OrderedDict, deque
 from enum import StrEnum
 from itertools import islice
 
-from asyncrl.core.staleness.base import StalenessSnapshot, StalenessViolation
+from asyncrl.core.staleness.base import StalenessSnapshot, StalenessViolation, check_reserve
 from asyncrl.core.types import Record
 
 
@@ -130,12 +130,8 @@ class StalenessBuffers:
         return self.room(version) > 0
 
     def reserve(self, group_id: int, version: int) -> None:
-        if version > self._step:
-            raise StalenessViolation(f"group {group_id} starts on version {version}, but only {self._step} is trained")
-        if not self.admits(version):
-            raise StalenessViolation(f"group {group_id} on version {version} was not admitted at step {self._step}")
-        if group_id in self._reserved or group_id in self._buffer:
-            raise StalenessViolation(f"group {group_id} is reserved already")
+        live = group_id in self._reserved or group_id in self._buffer
+        check_reserve(group_id, version, step=self._step, admitted=self.admits(version), live=live)
         deadline = version + self._bound
         self._reserved[group_id] = deadline
         self._by_deadline[deadline - self._step][group_id] = None

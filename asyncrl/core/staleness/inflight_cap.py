@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import math
 
-from asyncrl.core.staleness.base import StalenessSnapshot, StalenessViolation
+from asyncrl.core.staleness.base import StalenessSnapshot, StalenessViolation, check_reserve
 
 
 class InflightCap:
@@ -94,12 +94,8 @@ class InflightCap:
         return self.room(version) > 0
 
     def reserve(self, group_id: int, version: int) -> None:
-        if version > self._step:
-            raise StalenessViolation(f"group {group_id} starts on version {version}, but only {self._step} is trained")
-        if not self.admits(version):
-            raise StalenessViolation(f"group {group_id} on version {version} was not admitted at step {self._step}")
-        if group_id in self._reserved or group_id in self._occupied:
-            raise StalenessViolation(f"group {group_id} is reserved already")
+        live = group_id in self._reserved or group_id in self._occupied
+        check_reserve(group_id, version, step=self._step, admitted=self.admits(version), live=live)
         deadline = version + self._slack
         self._reserved[group_id] = deadline
         self._pending_by_deadline[deadline] = self._pending_by_deadline.get(deadline, 0) + 1

@@ -18,7 +18,7 @@ Memory: of the live groups all but those in the queue are held by a slot, so the
 
 from __future__ import annotations
 
-from asyncrl.core.staleness.base import UNBOUNDED, StalenessSnapshot, StalenessViolation
+from asyncrl.core.staleness.base import UNBOUNDED, StalenessSnapshot, StalenessViolation, check_reserve
 
 
 class _Queue:
@@ -49,12 +49,8 @@ class _Queue:
         return UNBOUNDED if self.admits(version) else 0
 
     def reserve(self, group_id: int, version: int) -> None:
-        if version > self._step:
-            raise StalenessViolation(f"group {group_id} starts on version {version}, but only {self._step} is trained")
-        if not self.admits(version):
-            raise StalenessViolation(f"group {group_id} on version {version} was not admitted at step {self._step}")
-        if group_id in self._reserved or group_id in self._occupied:
-            raise StalenessViolation(f"group {group_id} is reserved already")
+        live = group_id in self._reserved or group_id in self._occupied
+        check_reserve(group_id, version, step=self._step, admitted=self.admits(version), live=live)
         self._reserved[group_id] = version
 
     def release(self, group_id: int) -> None:
