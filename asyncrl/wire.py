@@ -230,9 +230,9 @@ class FeedReq(msgspec.Struct, kw_only=True, frozen=True):
 
 class TrainReply(msgspec.Struct, kw_only=True, frozen=True):
     """Metrics of one step (``loss``, ``grad_norm``, ``lr``, ``tokens``, ``ratio_mean`` …), and the version reached.
-    Also the answer to /feed, /publish, /join_group, /save, /saved and /shutdown. With ``error`` set, nothing has
-    changed. ``checksum`` is that of the weights that the last step made (``ports.StepResult``), ``checksums`` are those
-    of the staged tensors, as in ``TrainerInfo``."""
+    Also the answer to /feed, /publish, /open_group, /join_group, /save, /saved and /shutdown. With ``error`` set,
+    nothing has changed. ``checksum`` is that of the weights that the last step made (``ports.StepResult``),
+    ``checksums`` are those of the staged tensors, as in ``TrainerInfo``."""
 
     version: int
     metrics: dict[str, float]
@@ -251,11 +251,11 @@ class PublishReq(msgspec.Struct, kw_only=True, frozen=True):
     path: str = ""
 
 
-class JoinGroupReq(msgspec.Struct, kw_only=True, frozen=True):
-    """POST /join_group: rank 0 becomes rank 0 of the update group that the servers join at the same time."""
+class OpenGroupReq(msgspec.Struct, kw_only=True, frozen=True):
+    """POST /open_group: rank 0 listens at ``address`` for the other members of an update group; the metric ``port`` of
+    the answer says where. POST /join_group, without a body, makes it rank 0 of the group, while the servers join."""
 
-    master_address: str
-    master_port: int
+    address: str
     world_size: int
     group_name: str
     backend: str

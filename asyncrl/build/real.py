@@ -25,7 +25,6 @@ from asyncrl.observe.report import write_report
 from asyncrl.observe.run_dir import RECIPE, RunDirError, write_atomic
 from asyncrl.observe.summary import Summary, write_summary
 from asyncrl.ports import Engine, EngineError, TrainerError, WeightTransport
-from asyncrl.processes import free_port
 from asyncrl.runtime import user_code
 from asyncrl.runtime.env_manager import EpisodePlayer
 from asyncrl.runtime.gateway import Gateway
@@ -260,7 +259,7 @@ async def _listen(gateway: Gateway, recipe: Recipe) -> None:
 def _transport(recipe: Recipe, trainer: HttpTrainer, run_dir: Path) -> WeightTransport:
     if recipe.weights.transport == "collective":
         weights = recipe.weights
-        return CollectiveTransport(trainer, address=weights.address, port=free_port, backend=weights.backend)
+        return CollectiveTransport(trainer, address=weights.address, backend=weights.backend)
     return DiskTransport(trainer, Path(recipe.weights.folder) if recipe.weights.folder else run_dir / "weights")
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.rendezvous import rendezvous
 
 from asyncrl.checksum import checksum
 from asyncrl.core.manifest import FILE_NAME, Manifest, ManifestError, loads
@@ -27,8 +27,15 @@ from asyncrl.serve.model import Model, Parameter
 from asyncrl.serve.spec import ModelSpec, ServeError
 from asyncrl.wire import InitGroupReq, UpdateFromDistributedReq
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=120)
-"""How long a join or a broadcast waits for the trainer."""
+CONNECT_TIMEOUT = timedelta(seconds=5)
+"""How long a join waits for the trainer to listen, which it does before it has servers join. torch tries two or three
+times as long."""
+
+JOIN_TIMEOUT = timedelta(seconds=30)
+"""How long it waits for all members to be there."""
+
+BROADCAST_TIMEOUT = timedelta(seconds=120)
+"""How long a broadcast waits for the trainer."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -124,7 +131,7 @@ def _is_known_extra(name: str, parameters: Parameters) -> bool:
 class UpdateGroups:
     """Process groups in which rank 0 is the trainer; one call at a time.
 
-    A trainer forms its side with ``rendezvous`` and ``_new_process_group_helper`` as below, not with
+    A trainer forms its side with ``TCPStore`` and ``_new_process_group_helper`` as below, not with
     ``init_process_group``, which prefixes the store with another name.
     """
 
@@ -143,10 +150,10 @@ class UpdateGroups:
             raise ServeError(f"group {name}: this torch has no backend {request.backend!r}; use gloo or nccl")
         if request.backend == "nccl" and self._device.type != "cuda":
             raise ServeError(f"group {name}: backend nccl needs a CUDA device; use gloo")
-        address = f"tcp://{request.master_address}:{request.master_port}"
-        with _as_serve_error(f"group {name}: cannot join at {address}"):
-            store, rank, world = next(rendezvous(address, rank, world, timeout=COLLECTIVE_TIMEOUT))
-            store.set_timeout(COLLECTIVE_TIMEOUT)
+        host, port = request.master_address, request.master_port
+        with _as_serve_error(f"group {name}: cannot join at tcp://{host}:{port}"):
+            store = TCPStore(host, port, world, timeout=CONNECT_TIMEOUT, wait_for_workers=False)
+            store.set_timeout(JOIN_TIMEOUT)
             group, _ = c10d._new_process_group_helper(
                 world,
                 rank,
@@ -154,9 +161,10 @@ class UpdateGroups:
                 c10d.Backend(request.backend),
                 c10d.PrefixStore(name, store),
                 group_name=c10d.GroupName(name),
-                timeout=COLLECTIVE_TIMEOUT,
+                timeout=JOIN_TIMEOUT,
             )
         c10d._world.pg_group_ranks[group] = {i: i for i in range(world)}
+        c10d._set_pg_timeout(BROADCAST_TIMEOUT, group)
         self._groups[name] = group
 
     def receive(self, request: UpdateFromDistributedReq, parameters: Parameters) -> dict[str, torch.Tensor]:

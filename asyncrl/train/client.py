@@ -25,7 +25,7 @@ from asyncrl.ports import CheckpointFailed, StepResult, TrainerDied, TrainerErro
 from asyncrl.processes import free_port
 from asyncrl.train.description import PREFIX, version_of
 from asyncrl.train.job import TorchrunJob
-from asyncrl.wire import FeedReq, JoinGroupReq, PublishReq, SaveReq, TrainerInfo, TrainReply, TrainReq, TrainSequence
+from asyncrl.wire import FeedReq, OpenGroupReq, PublishReq, SaveReq, TrainerInfo, TrainReply, TrainReq, TrainSequence
 
 T = TypeVar("T")
 
@@ -137,12 +137,15 @@ class HttpTrainer:
         reply = await self._command("publish", PublishReq(version=version, transport=transport, path=path))
         self._info = msgspec.structs.replace(self.info, checksums=reply.checksums)
 
-    async def join_group(self, address: str, port: int, world_size: int, group: str, backend: str) -> None:
-        """Become rank 0 of an update group; returns when the servers have joined it too. Raises ``TrainerError``."""
-        request = JoinGroupReq(
-            master_address=address, master_port=port, world_size=world_size, group_name=group, backend=backend
-        )
-        await self._command("join_group", request)
+    async def open_group(self, address: str, world_size: int, group: str, backend: str) -> int:
+        """The port at ``address`` where rank 0 now listens for the servers of an update group. Raises
+        ``TrainerError``."""
+        request = OpenGroupReq(address=address, world_size=world_size, group_name=group, backend=backend)
+        return int((await self._command("open_group", request)).metrics["port"])
+
+    async def join_group(self) -> None:
+        """Become rank 0 of the group; returns when the servers have joined it too. Raises ``TrainerError``."""
+        await self._command("join_group", None)
 
     async def save(self, folder: str) -> int:
         target = os.path.abspath(folder)

@@ -1,7 +1,7 @@
 """Rank 0: carries the controller's commands out, with the other ranks where the model is needed.
 
 main thread ── channel ──▶ ranks 1…           feed, train_step, publish (disk, stage), save (copies, begins to write)
-sender thread ── update group ──▶ servers     join_group, publish (collective): may run beside a train step
+sender thread ── update group ──▶ servers     open_group, join_group, publish (collective): may run beside a train step
 checkpoint thread ── gloo ──▶ ranks 1…        what save began: may run beside both
 """
 
@@ -29,7 +29,7 @@ from asyncrl.train.statistics import advantage_moments
 from asyncrl.train.step import BadBatch, StepBroken
 from asyncrl.train.work import StepRefused, plan_part, plan_work, token_advantages
 from asyncrl.weights.sender import UpdateGroup
-from asyncrl.wire import FeedReq, JoinGroupReq, PublishReq, SaveReq, TrainerInfo, TrainReq, TrainSequence
+from asyncrl.wire import FeedReq, OpenGroupReq, PublishReq, SaveReq, TrainerInfo, TrainReq, TrainSequence
 
 
 class Fed:
@@ -249,15 +249,26 @@ class Leader:
 
     # --- sender thread
 
-    def join_group(self, request: JoinGroupReq) -> dict[str, float]:
+    def open_group(self, request: OpenGroupReq) -> dict[str, float]:
         self._leave_group()
+        try:
+            self._group = UpdateGroup(request.address, request.world_size, request.group_name, request.backend)
+        except (RuntimeError, ValueError) as error:
+            raise Refused(
+                f"cannot listen for servers at {request.address}: {_first_line(error)}; set weights.address to where "
+                "they reach the trainer"
+            ) from error
+        return {"port": float(self._group.port)}
+
+    def join_group(self, _: None) -> dict[str, float]:
+        if self._group is None:
+            raise Refused("no update group: open one first")
         started = time.perf_counter()
         try:
-            self._group = UpdateGroup(
-                request.master_address, request.master_port, request.world_size, request.group_name, request.backend
-            )
+            self._group.join()
         except (RuntimeError, ValueError) as error:
-            raise Refused(f"update group {request.group_name} was not formed: {_first_line(error)}") from error
+            self._leave_group()  # which closes the store, and so ends the wait of servers
+            raise Refused(f"the update group was not formed: {_first_line(error)}") from error
         return {"seconds": time.perf_counter() - started}
 
     def broadcast(self, request: PublishReq) -> dict[str, float]:
@@ -266,7 +277,7 @@ class Leader:
             found = f"version {held} is staged" if staged else "nothing is staged"
             raise Refused(f"version {version} cannot be broadcast: {found}")
         if self._group is None:
-            raise Refused("no update group: join one first")
+            raise Refused("no update group: open one first")
         started = time.perf_counter()
         try:
             for bucket in self._rank.weights.buckets(self._rank.recipe.weights.bucket_mb * 2**20):

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
-from asyncrl.wire import FeedReq, JoinGroupReq, PublishReq, SaveReq, TrainerInfo, TrainReply, TrainReq
+from asyncrl.wire import FeedReq, OpenGroupReq, PublishReq, SaveReq, TrainerInfo, TrainReply, TrainReq
 
 MAX_BODY = 2**34
 """Largest request in bytes: a batch of a thousand million tokens."""
@@ -39,7 +39,8 @@ class Commands(Protocol):
     def train_step(self, request: TrainReq) -> dict[str, float]: ...
     def publish(self, request: PublishReq) -> dict[str, float]: ...
     def broadcast(self, request: PublishReq) -> dict[str, float]: ...
-    def join_group(self, request: JoinGroupReq) -> dict[str, float]: ...
+    def open_group(self, request: OpenGroupReq) -> dict[str, float]: ...
+    def join_group(self, _: None) -> dict[str, float]: ...
     def save(self, request: SaveReq) -> dict[str, float]: ...
     def saved(self) -> None: ...
 
@@ -81,6 +82,7 @@ class Server:
         app.router.add_post("/feed", self._feed)
         app.router.add_post("/train_step", self._train_step)
         app.router.add_post("/publish", self._publish)
+        app.router.add_post("/open_group", self._open_group)
         app.router.add_post("/join_group", self._join_group)
         app.router.add_post("/save", self._save)
         app.router.add_post("/saved", self._saved)
@@ -106,8 +108,11 @@ class Server:
             return await self._on_sender(self._commands.broadcast, body)
         return await self._on_main(self._commands.publish, body)
 
-    async def _join_group(self, request: web.Request) -> web.Response:
-        return await self._on_sender(self._commands.join_group, await _body(request, JoinGroupReq))
+    async def _open_group(self, request: web.Request) -> web.Response:
+        return await self._on_sender(self._commands.open_group, await _body(request, OpenGroupReq))
+
+    async def _join_group(self, _: web.Request) -> web.Response:
+        return await self._on_sender(self._commands.join_group, None)
 
     async def _save(self, request: web.Request) -> web.Response:
         return await self._on_main(self._commands.save, await _body(request, SaveReq))
@@ -136,7 +141,7 @@ class Server:
         self._jobs.put(job)
         return _response(await reply)
 
-    async def _on_sender(self, command: Callable[[Any], dict[str, float]], body: msgspec.Struct) -> web.Response:
+    async def _on_sender(self, command: Callable[[Any], dict[str, float]], body: msgspec.Struct | None) -> web.Response:
         return _response(await self._loop.run_in_executor(self._sender, self._answer, command, body))
 
     def _answer(self, command: Callable[[Any], dict[str, float]], body: msgspec.Struct | None) -> TrainReply:

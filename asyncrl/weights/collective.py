@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
 from asyncrl.ports import Engine, EngineError, TrainerDied, TrainerError
@@ -27,18 +27,18 @@ class Publisher(Protocol):
 
     async def publish(self, version: int, transport: str, path: str = "") -> None: ...
 
-    async def join_group(self, address: str, port: int, world_size: int, group: str, backend: str) -> None: ...
+    async def open_group(self, address: str, world_size: int, group: str, backend: str) -> int: ...
+
+    async def join_group(self) -> None: ...
 
 
 class CollectiveTransport:
-    """``address`` is where servers reach the trainer's rank 0; ``port()`` gives a free port there for each group.
-    ``backend`` is ``nccl`` (trainer and servers on GPUs of their own), ``gloo``, or ``auto``: the trainer's own. Every
-    server is one member of the group."""
+    """``address`` is where servers reach the trainer's rank 0. ``backend`` is ``nccl`` (trainer and servers on GPUs of
+    their own), ``gloo``, or ``auto``: the trainer's own. Every server is one member of the group."""
 
-    def __init__(self, trainer: Publisher, *, address: str, port: Callable[[], int], backend: str) -> None:
+    def __init__(self, trainer: Publisher, *, address: str, backend: str) -> None:
         self._trainer = trainer
         self._address = address
-        self._port = port
         self._backend = backend
         self._formed = 0
         self._members: set[str] = set()
@@ -48,9 +48,11 @@ class CollectiveTransport:
         self._members = set()
         self._formed += 1
         backend = self._trainer.info.backend if self._backend == "auto" else self._backend
-        address, port, size, group = self._address, self._port(), len(engines) + 1, self._group
+        address, size, group = self._address, len(engines) + 1, self._group
+        # Servers are asked only when the trainer is there: in vain they would wait for long.
+        port = await self._trainer.open_group(address, size, group, backend)
         await self._together(
-            self._trainer.join_group(address, port, size, group, backend),
+            self._trainer.join_group(),
             [engine.join_group(address, port, rank, size, group, backend) for rank, engine in enumerate(engines, 1)],
         )
         self._members = {engine.name for engine in engines}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
+import time
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -459,14 +459,12 @@ async def test_an_update_from_a_missing_folder_fails_and_changes_nothing(engine:
 
 @pytest.mark.needs("group")
 async def test_weights_from_a_group_are_served_whole(engine: Engine, models: Models) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    name = f"g{time.monotonic_ns()}"
     async with restored(engine, models):
+        sender = UpdateGroup("127.0.0.1", 2, name, "gloo")
         async with asyncio.TaskGroup() as tasks:
-            joining = tasks.create_task(asyncio.to_thread(UpdateGroup, "127.0.0.1", port, 2, f"g{port}", "gloo"))
-            await engine.join_group("127.0.0.1", port, 1, 2, f"g{port}", "gloo")
-        sender = joining.result()
+            tasks.create_task(asyncio.to_thread(sender.join))
+            await engine.join_group("127.0.0.1", sender.port, 1, 2, name, "gloo")
         try:
             for version, folder in ((4, models.second), (5, models.first), (6, models.second)):
                 tensors = weights(folder)
@@ -477,7 +475,7 @@ async def test_weights_from_a_group_are_served_whole(engine: Engine, models: Mod
                         list(tensors),
                         [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
                         [list(t.shape) for t in tensors.values()],
-                        f"g{port}",
+                        name,
                         version,
                     )
                 await engine.resume()

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed import TCPStore
 
 from asyncrl.checksum import checksum
 from asyncrl.core.manifest import FILE_NAME, Manifest, dumps
@@ -181,15 +182,14 @@ import sys, torch
 from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.rendezvous import rendezvous
 from safetensors.torch import load_file
-port, folder, name, steps = sys.argv[1:]
+folder, name, steps = sys.argv[1:]
 torch.set_num_threads(1)
-store, rank, world = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, timeout=timedelta(seconds=30)))
+store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
 group, _ = c10d._new_process_group_helper(2, 0, [], c10d.Backend("gloo"), c10d.PrefixStore(name, store),
                                           group_name=name, timeout=timedelta(seconds=30))
 c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
-print("joined", flush=True)
 tensors = load_file(folder + "/model.safetensors")
 for step in steps.split():
     sys.stdin.readline()
@@ -219,13 +219,12 @@ class Trainer:
 
 @asynccontextmanager
 async def trainer(client: Client, folder: Path, steps: str) -> AsyncIterator[Trainer]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", textwrap.dedent(TRAINER), str(port), str(folder), "g1", steps,
+        sys.executable, "-c", textwrap.dedent(TRAINER), str(folder), "g1", steps,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
+    assert process.stdout is not None
+    port = int(await process.stdout.readline())
     body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "group_name": "g1"}
     try:
         await client.post("/init_weights_update_group", {**body, "backend": "gloo"})
@@ -356,8 +355,19 @@ async def test_a_trainer_that_dies_does_not_wedge_the_server(client: Client, mod
         await client.post("/destroy_weights_update_group", {"group_name": "g1"})
 
 
+async def test_a_trainer_that_goes_while_the_group_is_formed_is_given_up_at_once(client: Client) -> None:
+    store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    body = {"master_address": "127.0.0.1", "rank_offset": 1, "world_size": 2, "group_name": "g1", "backend": "gloo"}
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        joining = group.create_task(client.post("/init_weights_update_group", {**body, "master_port": store.port}, 400))
+        await asyncio.sleep(0.3)
+        assert not joining.done()
+        del store
+    assert "group g1: cannot join" in joining.result()["message"]
+
+
 async def test_a_trainer_that_never_comes_is_given_up(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_module, "COLLECTIVE_TIMEOUT", weights_module.timedelta(seconds=0.3))
+    monkeypatch.setattr(weights_module, "CONNECT_TIMEOUT", weights_module.timedelta(seconds=0.3))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -24,7 +24,6 @@ from asyncrl.checksum import checksum
 from asyncrl.config import AlgorithmConfig, Recipe, TrainerConfig, WeightsConfig
 from asyncrl.core import manifest as manifests
 from asyncrl.ports import CheckpointFailed, TrainerError
-from asyncrl.processes import free_port
 from asyncrl.train import model
 from asyncrl.train.client import HttpTrainer, train_request
 from asyncrl.train.step import Learner
@@ -209,7 +208,8 @@ async def test_collective_brings_the_staged_version_even_after_another_step(
     batch = make_batch(STEPS, seed=STEPS)
     await trainer.train_step(batch, make_advantages(batch, STEPS))
 
-    port, info, wait = free_port(), trainer.info, timedelta(seconds=30)
+    port = await trainer.open_group("127.0.0.1", 2, "update", "gloo")
+    info, wait = trainer.info, timedelta(seconds=30)
 
     def receive() -> dict[str, torch.Tensor]:
         """A server's end, as plain as it gets."""
@@ -227,7 +227,7 @@ async def test_collective_brings_the_staged_version_even_after_another_step(
 
     async with asyncio.TaskGroup() as members:
         received = members.create_task(asyncio.to_thread(receive))
-        await trainer.join_group("127.0.0.1", port, 2, "update", "gloo")
+        await trainer.join_group()
         await trainer.publish(STEPS, "collective")
     weights = received.result()
     assert weights.keys() == expected.keys()

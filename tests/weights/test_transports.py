@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.ports import Engine, EngineError, TrainerError, WeightTransport
+from asyncrl.ports import Engine, EngineError, TrainerDied, TrainerError, WeightTransport
 from asyncrl.weights.collective import CollectiveTransport
 from asyncrl.weights.disk import DiskTransport
 from asyncrl.wire import TrainerInfo
@@ -31,14 +31,21 @@ class PlayedTrainer:
             shapes=[[1], [1]],
         )
         self.meeting = asyncio.Barrier(1)
+        self.port = 5000
 
     async def publish(self, version: int, transport: str, path: str = "") -> None:
         self.log.append(f"publish {version} {transport} {path}".strip())
         await self._collective(transport == "collective")
 
-    async def join_group(self, address: str, port: int, world_size: int, group: str, backend: str) -> None:
-        self.log.append(f"join {address}:{port} as 0 of {world_size} {backend}")
+    async def open_group(self, address: str, world_size: int, group: str, backend: str) -> int:
+        self.log.append(f"open {address} for {world_size} {backend}")
+        if self.fails is not None:
+            raise self.fails
         self.meeting = asyncio.Barrier(world_size)
+        self.port += 1
+        return self.port
+
+    async def join_group(self) -> None:
         await self._collective(True)
 
     async def _collective(self, together: bool) -> None:
@@ -70,6 +77,7 @@ class PlayedServer:
         self.held = (path, version)
 
     async def join_group(self, address: str, port: int, rank: int, world_size: int, group: str, backend: str) -> None:
+        assert (address, port) == ("10.0.0.1", self.trainer.port), "asked before the trainer listened there"
         await asyncio.sleep(0)
         await self._meet()
         self.group, self.rank = group, rank
@@ -108,8 +116,7 @@ def servers(trainer: PlayedTrainer) -> list[PlayedServer]:
 
 
 def collective(trainer: PlayedTrainer) -> CollectiveTransport:
-    ports = iter(range(5000, 6000))
-    return CollectiveTransport(trainer, address="10.0.0.1", port=lambda: next(ports), backend="gloo")
+    return CollectiveTransport(trainer, address="10.0.0.1", backend="gloo")
 
 
 # --- disk
@@ -153,7 +160,7 @@ async def test_all_members_meet_in_one_group_with_the_trainer_as_rank_0(
     await transport.connect(as_engines(servers))
     await transport.prepare(1)
     await transport.deliver(as_engines(servers), 1)
-    assert trainer.log == ["join 10.0.0.1:5000 as 0 of 4 gloo", "publish 1 stage", "publish 1 collective"]
+    assert trainer.log == ["open 10.0.0.1 for 4 gloo", "publish 1 stage", "publish 1 collective"]
     assert [server.rank for server in servers] == [1, 2, 3]
     assert all(server.held == (("a", "b"), 1) for server in servers)
 
@@ -193,6 +200,17 @@ async def test_a_dead_trainer_is_told_from_the_servers_that_lost_it(
     trainer.alive, trainer.fails = False, TrainerError("trainer: the job ended")
     with pytest.raises(TrainerError, match="the job ended"):
         await transport.deliver(as_engines(servers), 1)
+
+
+async def test_servers_are_not_asked_to_join_a_trainer_that_does_not_listen(
+    trainer: PlayedTrainer, servers: list[PlayedServer]
+) -> None:
+    """They would wait for it, and the run for them."""
+    trainer.fails = TrainerDied("trainer: rank 0 was killed by SIGKILL")
+    for server in servers:
+        server.fails = EngineError("was asked")
+    with pytest.raises(TrainerDied):
+        await collective(trainer).connect(as_engines(servers))
 
 
 async def test_a_refusal_by_the_trainer_alone_is_reported_as_such(
