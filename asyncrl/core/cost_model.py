@@ -27,15 +27,20 @@ class CostModel(Record, frozen=True, kw_only=True):
     k4: float = 1.07e-2
     k5: float = 2e-5
 
-    def step(self, n: int, kv: int, prefill: int = 0) -> float:
+    def step(self, n: int, kv: int, prefill: float = 0) -> float:
         """Seconds of one step: ``n`` sequences decode (Eq. 11), and ``prefill`` tokens are prefilled beside them. With
         ``n`` 0 nothing is decoded, and only the prefill takes time."""
         decode = self.k1 * kv + max(self.k2, self.k3 * n) + self.k4 if n else 0.0
         return decode + self.k5 * prefill
 
-    def throughput(self, n: int, kv: int) -> float:
+    def throughput(self, n: int, kv: int, prefill: float = 0) -> float:
         """Tokens per second (Eq. 12); 0 for an idle server."""
-        return n / self.step(n, kv) if n else 0.0
+        return n / self.step(n, kv, prefill) if n else 0.0
+
+    def gain(self, n: int, kv: int, tokens: int, slots: int = 1, prefill: float = 0) -> float:
+        """Tokens per second that a server with ``n`` sequences in ``kv`` tokens gains by ``slots`` more in ``tokens``
+        more (Eq. 3). ``prefill`` is the tokens to prefill for them, spread over the steps that they stay."""
+        return self.throughput(n + slots, kv + tokens, prefill) - self.throughput(n, kv)
 
     def time_of(self, steps: int, n: int, kv: int, prefill: int = 0) -> float:
         """Seconds of ``steps`` steps in a row, starting from ``kv`` tokens, each with ``prefill`` tokens beside it."""

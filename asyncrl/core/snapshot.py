@@ -1,12 +1,20 @@
-"""What policies see of the fleet: plain data, taken at one moment. The proxy's own books, so they are exact."""
+"""What policies see of the fleet: plain data, taken at one moment. The proxy's own books, so they are exact.
+
+A snapshot costs O(servers), whatever the number of requests: those of a server and those that wait are not copied but
+referred to, and read within the synchronous call that took the snapshot.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
+from asyncrl.core.policy.routing import RequestView
 from asyncrl.core.types import Record
 
 
 class InstanceSnapshot(Record, frozen=True, kw_only=True):
-    """One inference server."""
+    """One inference server. The paper's five fields (StaleFlow figure 11) are ``kv_tokens``, ``requests`` without the
+    ``waiting`` last of them, these, ``routed`` − ``interrupted``, and ``version``."""
 
     name: str
     version: int
@@ -14,9 +22,24 @@ class InstanceSnapshot(Record, frozen=True, kw_only=True):
     running: int
     """Requests that it has, among them those that wait inside the server."""
     tokens: int
-    """Tokens of these requests, prompt and generated: its use of the KV cache."""
+    """Tokens of these requests, prompt and generated: its use of the KV cache once all of them run."""
     max_running: int
     max_tokens: int
+    kv_tokens: int = 0
+    """Tokens of those that decode: its use of the KV cache now."""
+    waiting: int = 0
+    """Of ``running``, those that wait inside the server and do not decode."""
+    requests: dict[int, RequestView] = {}
+    """Its requests by id, as they came; not copied."""
+    routed: int = 0
+    """Requests that ``Route`` commands have given to it since the run began, those it ended among them. One whose
+    command came too late, as it was gone, counts: the command has no effect still to come."""
+    interrupted: int = 0
+    """The same of ``Interrupt`` commands."""
+    pulling: bool = False
+    """It is being given weights; ``version`` is still the old one."""
+    pinned: bool = False
+    """An evaluation uses it: its weights stay."""
 
 
 class FleetSnapshot(Record, frozen=True, kw_only=True):
@@ -25,6 +48,13 @@ class FleetSnapshot(Record, frozen=True, kw_only=True):
     instances: tuple[InstanceSnapshot, ...]
     waiting: int
     suspended: bool
+    newest: int = 0
+    """Version that a server which pulls now will have."""
+    waiting_requests: Mapping[int | None, Iterable[RequestView]] = {}
+    """The multi-level queue (StaleFlow §5.3): a level for each V_traj, first come first within it, and one (None) of
+    those whose group has no V_traj yet. Not copied; levels in any order, none of them empty."""
+    mean_new_tokens: float = float("inf")
+    """Tokens that a server generates for a request, on average: what its prefill is spread over."""
 
     @property
     def running(self) -> int:

@@ -321,7 +321,7 @@ class LLMProxy:
             raise EngineRejected(NONE_PINNED)
         future: asyncio.Future[Instance] = asyncio.get_running_loop().create_future()
         self._sequence += 1
-        heapq.heappush(self._queue(view), (view.v_traj, self._sequence, view, future))
+        heapq.heappush(self._queue(view), (view.oldest, self._sequence, view, future))
         self._assign()
         try:
             return await future

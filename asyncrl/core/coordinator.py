@@ -1,0 +1,241 @@
+"""Decides what the fleet does next: StaleFlow's algorithm 1, over strategies given by name.
+
+``plan`` is a function of the snapshot and of the *speculative state*: what each server's books will show once the
+commands issued so far have taken effect (table 1). A server whose books do not show all of it yet is left out of the
+plan, so no decision builds on an effect that has not happened (Eq. 1).
+
+The paper discards the whole snapshot then. Leaving out the one server is as safe. What a decision assumes of a server
+that it commands was checked against that server's books; of one left out nothing is assumed but that it is not to be
+commanded; and a request that a pending command moves is neither in the queue (its Route is) nor, for long, on a server
+that is not left out (its Interrupt is on one that is). And it lets a fleet be planned for in which one server takes
+minutes to pull.
+
+The paper compares one number, requests routed minus requests cut; but a Route and an Interrupt of the same server, both
+pending, cancel out in it. So both are compared, each counted since the run began: they only grow, and books show what
+was issued if and only if they are equal. An Abort, and a request that ends by itself, changes neither.
+
+**Migration does not oscillate.** Nothing in algorithm 5 keeps it from cutting all that the fastest server runs at every
+plan, if the requests come back to it (the slow servers may be too old for them), or if the one that they go to is the
+fastest then. So requests of the fastest are distributed anew on trial first, with the prefixes that they have there.
+Those that would come back or find no place are not cut. The others are cut only if the fleet's throughput, by the cost
+model and with their prefill counted in, is higher afterwards. Hence without other events each migration raises the
+fleet's throughput, and placements are finite in number: migrations end. What waits inside a server has no throughput to
+lose; it is cut for good, and goes where it runs at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import msgspec
+
+from asyncrl.core.commands import Command, Interrupt, Pull, Route
+from asyncrl.core.cost_model import CostModel
+from asyncrl.core.policy.load import Admission, Load, Queue
+from asyncrl.core.policy.migration import MIGRATION, Limits
+from asyncrl.core.policy.router import EachByItself, Router, place, route
+from asyncrl.core.policy.routing import ROUTING, RequestView
+from asyncrl.core.policy.synchronization import SYNCHRONIZATION, MakeRouter
+from asyncrl.core.policy.waterfall import Waterfall, gain_of
+from asyncrl.core.snapshot import FleetSnapshot, InstanceSnapshot
+
+
+class _Expected:
+    """What a server's books will show when all that it was told has taken effect (table 1)."""
+
+    __slots__ = ("interrupted", "routed", "version")
+
+    def __init__(self, instance: InstanceSnapshot) -> None:
+        self.version = instance.version
+        self.routed = instance.routed
+        self.interrupted = instance.interrupted
+
+    def shown_by(self, instance: InstanceSnapshot) -> bool:
+        """Eq. 1. A server may have pulled weights that are newer than those expected."""
+        return (
+            instance.version >= self.version
+            and instance.routed == self.routed
+            and instance.interrupted == self.interrupted
+        )
+
+
+class Coordinator:
+    """``routing``, ``synchronization`` and ``migration`` are names in ``ROUTERS``, ``SYNCHRONIZATION`` and
+    ``MIGRATION``; any of them go together. ``cost`` may be replaced at any time by one that was fitted since. Raises
+    ``ValueError`` unless 0 < μ ≤ 1: with a larger one even an idle server would refuse requests, with 0 a full one
+    would take them.
+    """
+
+    def __init__(
+        self,
+        *,
+        routing: str,
+        synchronization: str,
+        migration: str,
+        cost: CostModel,
+        mu: float = 0.3,
+        limits: Limits | None = None,
+    ) -> None:
+        if not 0.0 < mu <= 1.0:
+            raise ValueError(f"mu is {mu}; give a share of an idle server's gain, above 0 and at most 1")
+        self._routing = routing
+        self._synchronize = SYNCHRONIZATION[synchronization]
+        self._migrate = MIGRATION[migration]
+        self.cost = cost
+        self._mu = mu
+        self._limits = limits or Limits()
+        self._expected: dict[str, _Expected] = {}
+
+    def forget(self, instance: str) -> None:
+        """The server failed: what it was told has no effect any more. Its next snapshot is taken as it is."""
+        self._expected.pop(instance, None)
+
+    def plan(self, snapshot: FleetSnapshot, room: Callable[[int], int]) -> list[Command]:
+        """What to do now; nothing, if all is well. ``room(version)`` says how many groups without V_traj may start on a
+        version (``StalenessControl.room``).
+
+        The commands count as issued. Plan again when they have taken effect and whenever something else happens: what a
+        plan leaves undone for a server that it left out, or for room that it could not be sure of, the next one does.
+        """
+        if snapshot.suspended:
+            return []
+        loads = [self._load(index, instance) for index, instance in enumerate(snapshot.instances)]
+        queue, admission = Queue(snapshot.waiting_requests), Admission(room)
+        router = partial(self._router, snapshot.mean_new_tokens)
+        commands = _Commands()
+        for load in self._synchronize(loads, snapshot.newest, queue, admission, router):
+            commands.pull(load)
+            queue.add(load.requests.values())
+            load.pull(snapshot.newest)
+        migration = self._migrate(loads, self.cost, self._limits)
+        cut: set[int] = set()
+        for load, requests in migration.excess:
+            for request in requests:
+                load.lose(request)
+            commands.interrupt(load, requests)
+            queue.add(requests)
+            cut.update(r.id for r in requests)
+        if migration.fastest is not None:
+            rest = [r for r in migration.fastest.requests.values() if r.id not in cut]
+            spread = 1.0 / snapshot.mean_new_tokens
+            for request, load in self._distribute(migration.fastest, rest, loads, router, admission, spread):
+                commands.interrupt(migration.fastest, [request])
+                commands.route(request, load)
+        for request, load in route(router(loads, admission), queue, admission):
+            commands.route(request, load)
+        issued = commands.all()
+        for command in issued:
+            self._issue(command, snapshot.newest)
+        return issued
+
+    def _load(self, index: int, instance: InstanceSnapshot) -> Load:
+        if not instance.up:
+            self.forget(instance.name)
+            return Load(index, instance, up=False, promised=-1)
+        expected = self._expected.get(instance.name)
+        if expected is None:
+            expected = self._expected[instance.name] = _Expected(instance)
+        shown = expected.shown_by(instance)
+        if shown:
+            expected.version = instance.version
+        return Load(index, instance, up=shown and not instance.pulling, promised=expected.version)
+
+    def _issue(self, command: Command, newest: int) -> None:
+        expected = self._expected[command.instance]
+        match command:
+            case Pull():
+                expected.version = newest
+            case Route(requests=requests):
+                expected.routed += len(requests)
+            case Interrupt(requests=requests):
+                expected.interrupted += len(requests)
+
+    def _router(self, mean_new_tokens: float, loads: list[Load], admission: Admission) -> Router:
+        if self._routing == "waterfall":
+            return Waterfall(loads, admission, cost=self.cost, mu=self._mu, mean_new_tokens=mean_new_tokens)
+        return EachByItself(ROUTING[self._routing], loads, admission)
+
+    def _distribute(
+        self,
+        source: Load,
+        requests: list[RequestView],
+        loads: list[Load],
+        router: MakeRouter,
+        admission: Admission,
+        spread: float,
+    ) -> list[tuple[RequestView, Load]]:
+        """Of the fastest server's ``requests`` those that are better elsewhere, and where; moved in ``loads``."""
+        requests.sort(key=lambda r: (r.oldest, r.sequence))
+        if not requests or not self._pays(requests[0], source, loads, spread):
+            return []
+        trial = [load.copy() for load in loads]
+        emptied = trial[source.index]
+        emptied.clear()
+        at_work = router(trial, admission)
+        moves: list[tuple[RequestView, Load]] = []
+        prefill: dict[int, int] = {}
+        for request in requests:
+            there = msgspec.structs.replace(request, home=source.name, prefix=request.tokens)
+            load = at_work.choose(there) or emptied
+            place(at_work, there, load, admission)
+            if load is not emptied:
+                moves.append((request, loads[load.index]))
+                prefill[load.index] = prefill.get(load.index, 0) + request.tokens
+        changed = [source.index, *prefill]
+        before = sum(self._throughput(loads[index]) for index in changed)
+        after = [load.copy() for load in loads]
+        for request, load in moves:
+            after[source.index].lose(request)
+            after[load.index].take(request)
+        if sum(self._throughput(after[index], prefill.get(index, 0) * spread) for index in changed) <= before:
+            return []
+        for request, load in moves:
+            source.lose(request)
+            load.take(request)
+        return moves
+
+    def _pays(self, request: RequestView, source: Load, loads: list[Load], spread: float) -> bool:
+        """Whether the first request gains more on any other server than its own loses. If not even that pays, nothing
+        does, as each request gains less than the one before: so a gap that cannot be closed costs little to look at."""
+        loss = 0.0
+        if not source.waiting:  # else one that waits takes its place
+            rest = max(0, source.kv_tokens - request.tokens)
+            loss = self._throughput(source) - self.cost.throughput(source.running - request.slots, rest)
+        return any(
+            (gain := gain_of(self.cost, request, load, spread)) is not None and gain > loss
+            for load in loads
+            if load is not source and load.up and load.version >= request.oldest
+        )
+
+    def _throughput(self, load: Load, prefill: float = 0.0) -> float:
+        return self.cost.throughput(load.running - load.waiting, load.kv_tokens, prefill)
+
+
+class _Commands:
+    """The commands of one plan: one of a kind for each server."""
+
+    def __init__(self) -> None:
+        self._pulls: list[str] = []
+        self._interrupts: dict[str, dict[int, None]] = {}
+        self._routes: dict[str, dict[int, None]] = {}
+
+    def pull(self, load: Load) -> None:
+        self._pulls.append(load.name)
+
+    def interrupt(self, load: Load, requests: Iterable[RequestView]) -> None:
+        self._interrupts.setdefault(load.name, {}).update((r.id, None) for r in requests)
+
+    def route(self, request: RequestView, load: Load) -> None:
+        """What comes back to the server that it would be cut on stays there."""
+        if request.id in self._interrupts.get(load.name, ()):
+            del self._interrupts[load.name][request.id]
+        else:
+            self._routes.setdefault(load.name, {})[request.id] = None
+
+    def all(self) -> list[Command]:
+        return [
+            *(Pull(instance=name) for name in self._pulls),
+            *(Interrupt(instance=name, requests=tuple(ids)) for name, ids in self._interrupts.items() if ids),
+            *(Route(instance=name, requests=tuple(ids)) for name, ids in self._routes.items()),
+        ]

@@ -1,0 +1,157 @@
+"""The state that one plan works on: the snapshot's servers as the commands decided so far will have changed them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from asyncrl.core.policy.routing import RequestView
+from asyncrl.core.snapshot import InstanceSnapshot
+
+NOT_YET = float("inf")
+"""Place of requests without V_traj in the order of levels."""
+
+
+class Load:
+    """One server. What routing functions read (``InstanceView``) is among its fields.
+
+    ``up`` says that this plan may command it: it is up, does not pull, and its books show all that it was told before.
+    ``promised`` is the version that it has, or will have when these commands have taken effect; -1 if it is down.
+    """
+
+    __slots__ = (
+        "cold",
+        "index",
+        "kv_tokens",
+        "max_running",
+        "max_tokens",
+        "name",
+        "pinned",
+        "promised",
+        "requests",
+        "running",
+        "tokens",
+        "up",
+        "version",
+        "waiting",
+    )
+
+    def __init__(self, index: int, instance: InstanceSnapshot, *, up: bool, promised: int) -> None:
+        self.index = index
+        self.name = instance.name
+        self.version = instance.version
+        self.running = instance.running
+        self.tokens = instance.tokens
+        self.kv_tokens = instance.kv_tokens
+        self.waiting = instance.waiting
+        self.max_running = instance.max_running
+        self.max_tokens = instance.max_tokens
+        self.requests: dict[int, RequestView] = instance.requests
+        """As the snapshot has them."""
+        self.pinned = instance.pinned
+        self.up = up
+        self.promised = promised
+        self.cold = False
+        """It pulls first, so it holds no prefixes."""
+
+    def take(self, request: RequestView) -> None:
+        self.running += request.slots
+        self.tokens += request.tokens
+        self.kv_tokens += request.tokens
+
+    def lose(self, request: RequestView) -> None:
+        """It is cut; one that waits inside the server, if any does."""
+        self.running -= request.slots
+        self.tokens -= request.tokens
+        if self.waiting:
+            self.waiting = max(0, self.waiting - request.slots)
+        else:
+            self.kv_tokens = max(0, self.kv_tokens - request.tokens)
+
+    def clear(self) -> None:
+        """All that it has is cut."""
+        self.running = self.tokens = self.kv_tokens = self.waiting = 0
+
+    def pull(self, version: int) -> None:
+        self.clear()
+        self.version = self.promised = version
+        self.cold = True
+
+    def copy(self) -> Load:
+        other = Load.__new__(Load)
+        for name in Load.__slots__:
+            setattr(other, name, getattr(self, name))
+        return other
+
+    def __repr__(self) -> str:
+        return f"<Load {self.name} v{self.version} {self.running} running, {self.kv_tokens} tokens>"
+
+
+class Admission:
+    """V_traj of groups that had none, within one plan (StaleFlow algorithm 2).
+
+    ``room(version)`` says how many groups more may start on a version, of which each reservation, on whatever version,
+    takes at most one. So a group is admitted if there is room for one more than this plan has admitted: never too many,
+    and what this refuses though there is place comes with the next plan.
+    """
+
+    def __init__(self, room: Callable[[int], int]) -> None:
+        self._room = room
+        self._rooms: dict[int, int] = {}
+        self._assigned: dict[int, int] = {}
+
+    def v_traj(self, request: RequestView) -> int | None:
+        return self._assigned.get(request.group) if request.v_traj is None else request.v_traj
+
+    def open(self, version: int) -> bool:
+        """May one group more start on ``version``?"""
+        room = self._rooms.get(version)
+        if room is None:
+            room = self._rooms[version] = self._room(version)
+        return room > len(self._assigned)
+
+    def routed(self, request: RequestView, version: int) -> None:
+        """The first request of a group proposes its server's version."""
+        if request.v_traj is None:
+            self._assigned.setdefault(request.group, version)
+
+    def routable(self, request: RequestView, version: int) -> bool:
+        """Algorithm 2: may ``version`` serve the request?"""
+        v_traj = self.v_traj(request)
+        return version >= request.after and (self.open(version) if v_traj is None else version >= v_traj)
+
+    def copy(self) -> Admission:
+        other = Admission(self._room)
+        other._rooms, other._assigned = self._rooms, dict(self._assigned)
+        return other
+
+
+class Queue:
+    """The multi-level queue (StaleFlow §5.3): a level for each V_traj, the oldest first, those without V_traj last."""
+
+    def __init__(self, levels: Mapping[int | None, Iterable[RequestView]]) -> None:
+        self._levels = dict(levels)
+        self._returned: dict[int | None, list[RequestView]] = {}
+
+    def add(self, requests: Iterable[RequestView]) -> None:
+        """Requests that this plan cut."""
+        for request in requests:
+            self._returned.setdefault(request.v_traj, []).append(request)
+
+    @property
+    def keys(self) -> list[int | None]:
+        """V_traj of the levels, in order."""
+        return sorted(self._levels.keys() | self._returned.keys(), key=lambda v: NOT_YET if v is None else v)
+
+    def __iter__(self) -> Iterator[RequestView]:
+        """In order. Costs nothing for what is not asked for."""
+        for key in self.keys:
+            level: Iterable[RequestView] = self._levels.get(key, ())
+            returned = self._returned.get(key)
+            if returned:
+                level = heapq.merge(level, sorted(returned, key=_arrival), key=_arrival)
+            yield from level
+
+
+def _arrival(request: RequestView) -> int:
+    return request.sequence
