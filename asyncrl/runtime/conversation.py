@@ -163,6 +163,11 @@ class Conversation:
             self._messages.append({"role": "assistant", "content": text})
         return text
 
+    @property
+    def served(self) -> int:
+        """How many of its ids a server has seen: all but those observed since its last generation."""
+        return len(self.ids) - len(self._pending)
+
     def tool_calls(self, text: str) -> list[ToolCall]:
         """The calls in the last generation, if the episode has tools."""
         return parse_tool_calls(text, self._template.parser, len(self.turns) - 1) if self._tools else []

@@ -24,9 +24,12 @@ from asyncrl.core.types import Record, Task, Trajectory, Turn, flatten
 from asyncrl.env import Action, Env, Observation, Step
 from asyncrl.ports import EngineRejected, EnvSource, Observer
 from asyncrl.runtime.conversation import ChatTemplate, Conversation
-from asyncrl.runtime.llm_proxy import Completion, LLMProxy, Prompt
+from asyncrl.runtime.generation import Completion, Prompt
+from asyncrl.runtime.lease import Lease
+from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.reward import Scorer, checked_reward
-from asyncrl.runtime.sample_buffer import Lease, SampleBuffer
+from asyncrl.runtime.sample_buffer import SampleBuffer
+from asyncrl.runtime.trajectory_server import Start
 from asyncrl.runtime.user_code import EpisodeFailed, FailureWindow, in_own_task, user_call
 from asyncrl.shield import to_the_end
 
@@ -59,7 +62,7 @@ class Player(Protocol):
         self,
         task: Task,
         *,
-        v_traj: int,
+        start: Start,
         n: int = 1,
         temperature: float = 1.0,
         top_p: float = 1.0,
@@ -92,7 +95,7 @@ class EpisodePlayer:
         self,
         task: Task,
         *,
-        v_traj: int,
+        start: Start,
         n: int = 1,
         temperature: float = 1.0,
         top_p: float = 1.0,
@@ -109,14 +112,14 @@ class EpisodePlayer:
         try:
             dialogues = [await self._begin(task, envs) for _ in range(n)]
             if n == 1:
-                episodes = [await self._turns(task, envs[0], dialogues[0], v_traj, sampling, on_running)]
+                episodes = [await self._turns(task, envs[0], dialogues[0], start, sampling, on_running)]
                 whole = True
                 return episodes
             if any(d.ids != dialogues[0].ids for d in dialogues):
                 raise EpisodeFailed(
                     "reset", "gave different prompts for one task; set rollout.expand_num_return_sequences = true"
                 )
-            completions = await self._generate(dialogues[0], v_traj, sampling, n, None, on_running)
+            completions = await self._generate(dialogues[0], start, sampling, n, None, on_running)
             episodes = []
             for env, dialogue, completion in zip(envs, dialogues, completions, strict=True):
                 step, reward = await self._step(task, env, dialogue, completion, 0)
@@ -148,17 +151,17 @@ class EpisodePlayer:
         task: Task,
         env: Env,
         dialogue: Conversation,
-        v_traj: int,
+        start: Start,
         sampling: Mapping[str, Any],
         on_running: Callable[[bool], None],
     ) -> Episode:
         """generate → step → observe, until the environment is done or a limit is reached."""
-        reward, home, turn = 0.0, None, 0
+        reward, turn = 0.0, 0
+        before: Completion | None = None
         while True:
-            [completion] = await self._generate(dialogue, v_traj, sampling, 1, home, on_running)
+            [completion] = await self._generate(dialogue, start, sampling, 1, before, on_running)
             step, gained = await self._step(task, env, dialogue, completion, turn)
-            reward, home, turn = reward + gained, completion.server, turn + 1
-            v_traj = max(v_traj, completion.versions[-1])  # later turns never go back behind this one
+            reward, before, turn = reward + gained, completion, turn + 1
             if step.done or turn == self._limits.max_turns:
                 return _ended(dialogue, reward, completion.finish_reason, step)
             _observe(dialogue, "step", step.observation)
@@ -168,14 +171,22 @@ class EpisodePlayer:
     async def _generate(
         self,
         dialogue: Conversation,
-        v_traj: int,
+        start: Start,
         sampling: Mapping[str, Any],
         n: int,
-        home: str | None,
+        before: Completion | None,
         on_running: Callable[[bool], None],
     ) -> list[Completion]:
         room = min(self._limits.max_new_tokens, self._limits.max_tokens - len(dialogue.ids))
-        prompt = Prompt(ids=dialogue.ids[:], v_traj=v_traj, max_new_tokens=room, home=home, **sampling)
+        prompt = Prompt(
+            ids=dialogue.ids[:],
+            start=start,
+            max_new_tokens=room,
+            home=None if before is None else before.server,
+            prefix=0 if before is None else dialogue.served,
+            after=-1 if before is None else before.versions[-1],
+            **sampling,
+        )
         try:
             return await self._proxy.generate(prompt, n, on_running)
         except EngineRejected as error:
@@ -305,7 +316,7 @@ class EnvManager:
                 self._buffer.mark(lease, State.WAITING)
                 episodes = await self._player.play(
                     lease.task,
-                    v_traj=lease.v_traj,
+                    start=lease.start,
                     n=len(lease.trajectory_ids),
                     temperature=self._temperature,
                     top_p=self._top_p,

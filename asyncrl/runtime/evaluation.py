@@ -18,6 +18,7 @@ from asyncrl.ports import Observer
 from asyncrl.runtime.env_manager import Episode, EpisodePlayers
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.parameter_server import ParameterServer
+from asyncrl.runtime.trajectory_server import Start
 from asyncrl.runtime.user_code import EpisodeFailed, FailureWindow
 
 
@@ -103,7 +104,7 @@ class Evaluator:
                 failures = self._failures[score.task.source]
                 try:
                     [episode] = await self._players.play(
-                        score.task, v_traj=version, temperature=self._temperature, pinned=pinned
+                        score.task, start=Start(version), temperature=self._temperature, pinned=pinned
                     )
                 except EpisodeFailed as failure:
                     if pinned and not self._proxy.has_pinned:

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
+import math
 from collections import deque
 
 from asyncrl.core.policy.routing import RequestView
 from asyncrl.core.snapshot import InstanceSnapshot
 from asyncrl.ports import Engine, EngineInfo
-
-Waiting = tuple[int, int, RequestView, "asyncio.Future[Instance]"]
+from asyncrl.runtime.trajectory_server import Request
 
 
 class Instance:
     """The book entry of one server; what routing reads (``InstanceView``)."""
 
     __slots__ = (
+        "attention_at",
+        "cutting",
         "down_since",
         "engine",
         "held",
+        "interrupted",
         "max_running",
         "max_tokens",
         "name",
         "pinned",
+        "pulling",
+        "queued",
+        "requests",
+        "rids",
+        "routed",
         "running",
         "tokens",
         "up",
@@ -37,12 +44,28 @@ class Instance:
         self.max_tokens = info.max_total_tokens
         self.running = 0
         self.tokens = 0
+        self.queued = 0
+        """Of ``running``, those that waited inside the server when it was last asked."""
+        self.attention_at = math.inf
+        """The coordinator wants to know when ``tokens`` exceed this."""
         self.up = True
         self.pinned = False
         """An evaluation uses it: its weights stay."""
+        self.pulling = False
+        """It is being given weights, on its own: it gets no requests."""
         self.down_since = 0.0
-        self.held: deque[Waiting] = deque()
-        """Requests that wait for this very server: routing chose it though it had no room."""
+        self.held: deque[Request] = deque()
+        """Requests that wait for this very server: it was chosen though it has no room yet."""
+        self.requests: dict[int, RequestView] = {}
+        """What runs here, but for evaluations, by id."""
+        self.rids: dict[int, str] = {}
+        """Their ids at the server."""
+        self.cutting: set[int] = set()
+        """Those that an ``Interrupt`` is to bring back."""
+        self.routed = 0
+        """Requests that were given to it, and those whose ``Route`` came too late."""
+        self.interrupted = 0
+        """The same of ``Interrupt``."""
 
     def snapshot(self) -> InstanceSnapshot:
         return InstanceSnapshot(
@@ -53,7 +76,18 @@ class Instance:
             tokens=self.tokens,
             max_running=self.max_running,
             max_tokens=self.max_tokens,
+            kv_tokens=min(self.tokens, self.max_tokens),
+            waiting=self.queued,
+            requests=self.requests,
+            routed=self.routed,
+            interrupted=self.interrupted,
+            pulling=self.pulling,
+            pinned=self.pinned,
         )
 
     def __repr__(self) -> str:
-        return f"<Instance {self.name} v{self.version} {'up' if self.up else 'down'} {self.running} running>"
+        pulls = " pulls" if self.pulling else ""
+        held = f" {len(self.held)} held" if self.held else ""
+        return (
+            f"<Instance {self.name} v{self.version} {'up' if self.up else 'down'}{pulls} {self.running} running{held}>"
+        )

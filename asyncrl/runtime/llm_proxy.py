@@ -13,16 +13,17 @@ a dying server cut off goes back to the queue with its tokens and continues else
 from __future__ import annotations
 
 import asyncio
-import heapq
-from array import array
+import math
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import chain
 from typing import Literal
 
-from asyncrl.core.policy.routing import RequestView, has_room
+from asyncrl.core.policy.routing import RequestView, has_room, least_loaded
 from asyncrl.core.snapshot import FleetSnapshot
-from asyncrl.core.types import Record
 from asyncrl.ports import Engine, EngineError, EngineInfo, EngineRejected, GenerateRequest, Observer
-from asyncrl.runtime.instance import Instance, Waiting
+from asyncrl.runtime.generation import Completion, Prompt, Reply
+from asyncrl.runtime.instance import Instance
+from asyncrl.runtime.trajectory_server import Request, TrajectoryServer
 
 MAX_FRUITLESS = 20
 """Attempts without a token after which a request is given up: a server that aborts everything must not spin forever."""
@@ -36,69 +37,15 @@ class FleetDown(Exception):
     """No inference server is left: the run cannot go on."""
 
 
-class Prompt(Record, frozen=True, kw_only=True):
-    """What to continue. ``v_traj`` is the oldest version that may generate for it; ``home`` holds its prefix; one that
-    is ``pinned`` belongs to an evaluation, and only the servers that are set aside for that take it."""
-
-    ids: array[int]
-    v_traj: int
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    home: str | None = None
-    pinned: bool = False
-
-
-class Completion(Record, frozen=True, kw_only=True):
-    """One generation, whole, whatever interruptions it had. ``output_ids``, ``logprobs``, ``versions`` are parallel.
-    ``waited_s`` of its ``seconds`` it waited for a server."""
-
-    output_ids: array[int]
-    logprobs: array[float]
-    versions: array[int]
-    finish_reason: str
-    server: str
-    interruptions: int
-    waited_s: float
-    seconds: float
-
-
-class _Reply:
-    """One reply in the making; keeps its tokens over interruptions."""
-
-    __slots__ = (
-        "ended",
-        "finish_reason",
-        "fruitless",
-        "interruptions",
-        "logprobs",
-        "output_ids",
-        "server",
-        "versions",
-        "waited_s",
-    )
-
-    def __init__(self) -> None:
-        self.output_ids = array("i")
-        self.logprobs = array("f")
-        self.versions = array("i")
-        self.finish_reason: str | None = None
-        self.server = ""
-        self.interruptions = 0
-        self.fruitless = 0
-        """Attempts in a row that brought no token."""
-        self.waited_s = 0.0
-        self.ended = 0.0
-
-
 class LLMProxy:
-    """``route`` is a routing function of core/policy/routing.py; ``probe_s`` the time between two probes of a server
-    that failed, ``patience_s`` how long the run waits when none is up."""
+    """``route`` is a routing function of core/policy/routing.py, which gives every request its server; None: a
+    coordinator does (runtime/coordination.py), and hears of all that happens by ``on_change``. ``probe_s`` is
+    the time between two probes of a server that failed, ``patience_s`` how long the run waits when none is up."""
 
     def __init__(
         self,
         *,
-        route: Route,
+        route: Route | None,
         observer: Observer,
         context_length: int,
         stop_token_ids: Sequence[int] = (),
@@ -114,12 +61,12 @@ class LLMProxy:
         self._probe_s = probe_s
         self._patience_s = patience_s
         self._instances: list[Instance] = []
-        self._waiting: list[Waiting] = []
-        """Heap by (V_traj, arrival). Cancelled futures are skipped."""
-        self._evaluating: list[Waiting] = []
-        """The same of pinned requests, which do not stand in the others' way."""
+        self.waiting = TrajectoryServer()
+        self._evaluating = TrajectoryServer()
+        """Pinned requests, which do not stand in the others' way."""
         self._sequence = 0
         self._arrivals = 0
+        self._ended = 0
         self._suspended = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -129,6 +76,8 @@ class LLMProxy:
         self._last_error = ""
         self.generated = 0
         """Tokens received since the start."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when requests, room or servers have come or gone."""
         self.on_return: Callable[[Instance], Awaitable[None]] | None = None
         """Awaited when a failed server answers again: brings its weights up to date, then calls ``mark_up``."""
 
@@ -164,8 +113,8 @@ class LLMProxy:
         """The server failed: no more requests until it is back. Those it runs come back by themselves."""
         self._last_error = str(error)
         while instance.held:
-            waiting = instance.held.popleft()
-            heapq.heappush(self._queue(waiting[2]), waiting)
+            request = instance.held.pop()
+            self._queue(request.view).put(request, front=True)
         self.unpin(instance)
         if instance.up:
             instance.up = False
@@ -180,12 +129,12 @@ class LLMProxy:
         return FleetSnapshot(
             instances=tuple(i.snapshot() for i in self._instances),
             waiting=sum(
-                1
-                for queue in (self._waiting, self._evaluating, *(i.held for i in self._instances))
-                for *_, future in queue
-                if not future.done()
+                not request.given.done()
+                for request in chain(self.waiting, self._evaluating, *(i.held for i in self._instances))
             ),
             suspended=self._suspended,
+            waiting_requests=self.waiting.levels,
+            mean_new_tokens=self.generated / self._ended if self._ended else math.inf,
         )
 
     def __repr__(self) -> str:
@@ -213,36 +162,34 @@ class LLMProxy:
                 f"servers' context of {self._context_length}; lower rollout.max_tokens"
             )
         began = asyncio.get_running_loop().time()
-        replies = [_Reply() for _ in range(n)]
+        replies = [Reply() for _ in range(n)]
         arrival = self._arrivals
         self._arrivals += 1
-        while unfinished := [r for r in replies if r.finish_reason is None]:
-            if len(unfinished) == 1 or not any(r.output_ids for r in unfinished):
-                await self._attempt(prompt, unfinished, arrival, on_running)
-            else:  # replies of one request that was cut at different lengths go on one by one
-                async with asyncio.TaskGroup() as group:
-                    for reply in unfinished:
-                        group.create_task(self._finish_one(prompt, reply, arrival))
-        return [
-            Completion(
-                output_ids=r.output_ids,
-                logprobs=r.logprobs,
-                versions=r.versions,
-                finish_reason=r.finish_reason or "",
-                server=r.server,
-                interruptions=r.interruptions,
-                waited_s=r.waited_s,
-                seconds=r.ended - began,
-            )
-            for r in replies
-        ]
+        number = self._new_number()
+        try:
+            while unfinished := [r for r in replies if r.finish_reason is None]:
+                if len(unfinished) > 1 and any(r.output_ids for r in unfinished):
+                    break  # replies of one request that was cut at different lengths go on one by one
+                await self._attempt(prompt, unfinished, number, arrival, on_running)
+        finally:
+            self._is_over(number)
+        if unfinished:
+            async with asyncio.TaskGroup() as group:
+                for reply in unfinished:
+                    group.create_task(self._finish_one(prompt, reply, arrival))
+        self._ended += n
+        return [reply.completed(began) for reply in replies]
 
-    async def _finish_one(self, prompt: Prompt, reply: _Reply, arrival: int) -> None:
-        while reply.finish_reason is None:
-            await self._attempt(prompt, [reply], arrival, lambda running: None)
+    async def _finish_one(self, prompt: Prompt, reply: Reply, arrival: int) -> None:
+        number = self._new_number()
+        try:
+            while reply.finish_reason is None:
+                await self._attempt(prompt, [reply], number, arrival, lambda running: None)
+        finally:
+            self._is_over(number)
 
     async def _attempt(
-        self, prompt: Prompt, replies: list[_Reply], arrival: int, on_running: Callable[[bool], None]
+        self, prompt: Prompt, replies: list[Reply], number: int, arrival: int, on_running: Callable[[bool], None]
     ) -> None:
         """One exchange with one server. Afterwards each reply has ended, or was interrupted and kept its tokens."""
         first = replies[0]
@@ -254,19 +201,25 @@ class LLMProxy:
         if first.fruitless >= MAX_FRUITLESS:
             raise EngineRejected(f"{first.server} cut a request {first.fruitless} times without a token; see its log")
         view = RequestView(
-            v_traj=prompt.v_traj,
+            id=number,
+            group=prompt.start.group_id,
+            v_traj=prompt.start.v_traj,
+            after=first.versions[-1] if first.versions else prompt.after,
             tokens=len(ids),
             slots=len(replies),
             home=first.server or prompt.home,
+            prefix=len(ids) if first.server else prompt.prefix,
             sequence=arrival,
             pinned=prompt.pinned,
         )
         asked = asyncio.get_running_loop().time()
-        instance = await self._acquire(view)
+        instance = await self._acquire(Request(view, prompt.start, asyncio.get_running_loop().create_future()))
+        version = instance.version
+        rid = f"{self._rid_prefix}{self._new_number():012x}"
+        instance.rids[number] = rid
         started = asyncio.get_running_loop().time()
-        self._sequence += 1
         request = GenerateRequest(
-            rid=f"{self._rid_prefix}{self._sequence:012x}",
+            rid=rid,
             input_ids=ids,
             max_new_tokens=remaining,
             temperature=prompt.temperature,
@@ -281,14 +234,15 @@ class LLMProxy:
                 reply = replies[chunk.index]
                 if reply.finish_reason is not None:
                     continue  # a reply is answered once, whatever the server repeats
-                oldest = reply.versions[-1] if reply.versions else prompt.v_traj
-                if chunk.versions and chunk.versions[0] < oldest:  # restarted behind our back, with its first weights
-                    raise EngineError(f"{instance.name}: samples from version {chunk.versions[0]}, not {oldest}")
+                if chunk.versions and chunk.versions[0] < version:  # restarted behind our back, with its first weights
+                    raise EngineError(f"{instance.name}: samples from version {chunk.versions[0]}, not {version}")
                 reply.output_ids += chunk.output_ids
                 reply.logprobs += chunk.logprobs
                 reply.versions += chunk.versions
                 received += len(chunk.output_ids)
                 instance.tokens += len(chunk.output_ids)
+                if instance.tokens > instance.attention_at:
+                    self.on_change()
                 if chunk.finish_reason == "abort":
                     reply.interruptions += 1
                 elif chunk.finish_reason is not None:
@@ -315,67 +269,97 @@ class LLMProxy:
                 {"version": instance.version, "prompt": len(ids), "tokens": received},
             )
 
-    async def _acquire(self, view: RequestView) -> Instance:
+    def _is_over(self, number: int) -> None:
+        """A request that has ended is not routed anywhere any more."""
+        if (target := self.waiting.redeem(number)) is not None:
+            target.routed += 1
+            self.on_change()
+
+    def _new_number(self) -> int:
+        self._sequence += 1
+        return self._sequence
+
+    async def _acquire(self, request: Request) -> Instance:
         """Wait for a server with room; the room is taken when this returns."""
+        view, given = request.view, request.given
         if view.pinned and not self.has_pinned:
             raise EngineRejected(NONE_PINNED)
-        future: asyncio.Future[Instance] = asyncio.get_running_loop().create_future()
-        self._sequence += 1
-        heapq.heappush(self._queue(view), (view.oldest, self._sequence, view, future))
-        self._assign()
+        target = self.waiting.redeem(view.id)
+        if target is not None and target.up:
+            self.hand(request, target)
+        else:
+            self._queue(view).put(request)
+            self._assign()
         try:
-            return await future
+            return await given
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled():  # the room was given in the same tick
-                self._release(future.result(), view, view.tokens)
+            if given.done() and not given.cancelled():  # the room was given in the same tick
+                self._release(given.result(), view, view.tokens)
             else:
-                future.cancel()
+                given.cancel()
+                self._queue(view).remove(request)
             raise
 
     def _assign(self) -> None:
         """Give waiting requests to servers with room, oldest V_traj first; a request that fits nowhere holds its place
         in front, so that long ones do not starve. Where routing names a server without room, only those of the same
         server wait behind it."""
-        self._assign_from(self._waiting, self._instances)
+        if self._route is not None:
+            self._assign_from(self.waiting, self._route, self._instances)
+        else:
+            self.on_change()
         if self._evaluating:
-            self._assign_from(self._evaluating, [i for i in self._instances if i.pinned])
+            route = self._route or least_loaded
+            self._assign_from(self._evaluating, route, [i for i in self._instances if i.pinned])
 
-    def _assign_from(self, queue: list[Waiting], instances: list[Instance]) -> None:
-        while queue and not self._suspended:
-            waiting = queue[0]
-            _, _, view, future = waiting
-            if not future.done():
-                instance = self._route(view, instances)
+    def _assign_from(self, queue: TrajectoryServer, route: Route, instances: list[Instance]) -> None:
+        while not self._suspended and (request := queue.first()) is not None:
+            if not request.given.done():
+                instance = route(request.view, instances)
                 if instance is None:
                     return
-                if instance.held or not has_room(view, instance):
-                    instance.held.append(waiting)
-                else:
-                    self._give(instance, view, future)
-            heapq.heappop(queue)
+                self.hand(request, instance)
+            queue.remove(request)
 
-    def _queue(self, view: RequestView) -> list[Waiting]:
-        return self._evaluating if view.pinned else self._waiting
+    def hand(self, request: Request, instance: Instance) -> None:
+        """The request, which waits nowhere any more, is the server's, now or when it has room."""
+        if instance.held or instance.pulling or not has_room(request.view, instance):
+            instance.held.append(request)
+        else:
+            self._give(instance, request)
+
+    def _queue(self, view: RequestView) -> TrajectoryServer:
+        return self._evaluating if view.pinned else self.waiting
 
     def _assign_held(self, instance: Instance) -> None:
         """Room may have appeared on this server, for those that wait for it."""
-        while instance.held and not self._suspended:
-            _, _, view, future = instance.held[0]
-            if not future.done():
-                if not has_room(view, instance):
+        while instance.held and not self._suspended and not instance.pulling:
+            request = instance.held[0]
+            if not request.given.done():
+                if not has_room(request.view, instance):
                     return
-                self._give(instance, view, future)
+                self._give(instance, request)
             instance.held.popleft()
 
-    def _give(self, instance: Instance, view: RequestView, future: asyncio.Future[Instance]) -> None:
+    def _give(self, instance: Instance, request: Request) -> None:
+        view = request.view
+        if not view.pinned:
+            instance.requests[view.id] = view
+            instance.routed += 1
         instance.running += view.slots
         instance.tokens += view.tokens
         if not instance.pinned:
             self._idle.clear()
         self._report(instance)
-        future.set_result(instance)
+        request.given.set_result(instance)
 
     def _release(self, instance: Instance, view: RequestView, tokens: int) -> None:
+        instance.rids.pop(view.id, None)
+        if not view.pinned:
+            del instance.requests[view.id]
+            if view.id in instance.cutting:
+                instance.cutting.remove(view.id)
+                instance.interrupted += 1
         instance.running -= view.slots
         instance.tokens -= tokens
         self._report(instance)
@@ -427,6 +411,13 @@ class LLMProxy:
             self._assign_held(instance)
         self._assign()
 
+    def resumed(self, instance: Instance) -> None:
+        """The server, which was given weights on its own, serves again."""
+        instance.pulling = False
+        self._report(instance)
+        self._assign_held(instance)
+        self._assign()
+
     # --- servers that an evaluation sets aside
 
     def pin(self, version: int, share: float) -> list[Instance]:
@@ -446,10 +437,10 @@ class LLMProxy:
         instance.pinned = False
         self._refresh()
         if not self.has_pinned:
-            for _, _, _, future in self._evaluating:
-                if not future.done():
-                    future.set_exception(EngineRejected(NONE_PINNED))
-            self._evaluating.clear()
+            for request in list(self._evaluating):
+                self._evaluating.remove(request)
+                if not request.given.done():
+                    request.given.set_exception(EngineRejected(NONE_PINNED))
 
     @property
     def has_pinned(self) -> bool:

@@ -20,6 +20,7 @@ from asyncrl.runtime.env_manager import Episode
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.reward import checked_reward
 from asyncrl.runtime.session import Session, SessionLimits
+from asyncrl.runtime.trajectory_server import Start
 from asyncrl.runtime.user_code import EpisodeFailed, in_own_task, user_call
 
 Rollout = Callable[[Task, Agent], "Coroutine[Any, Any, float | None] | Awaitable[float | None]"]
@@ -49,7 +50,7 @@ class RolloutPlayer:
         self,
         task: Task,
         *,
-        v_traj: int,
+        start: Start,
         n: int = 1,
         temperature: float = 1.0,
         top_p: float = 1.0,
@@ -71,7 +72,7 @@ class RolloutPlayer:
             proxy=self._proxy,
             template=self._template,
             limits=self._limits,
-            v_traj=v_traj,
+            start=start,
             temperature=temperature,
             top_p=top_p,
             pinned=pinned,

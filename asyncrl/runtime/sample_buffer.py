@@ -26,29 +26,9 @@ from asyncrl.core.ledger import Ledger, State
 from asyncrl.core.staleness.base import StalenessControl, StalenessSnapshot, StalenessViolation
 from asyncrl.core.types import Batch, Group, Record, Task, Trajectory
 from asyncrl.ports import Observer
+from asyncrl.runtime.lease import Lease
 from asyncrl.runtime.task_source import TaskMixture, TaskSource
-
-
-class Lease:
-    """The right to run one episode (or, with prompt replication off, a whole group's episodes at once).
-
-    ``revoked`` names the reason once the runtime does not want it any more; the holder is then interrupted through
-    ``on_revoke`` and must not report anything: its trajectories are in their final state already.
-    """
-
-    __slots__ = ("group_id", "indices", "on_revoke", "revoked", "task", "trajectory_ids", "v_traj")
-
-    def __init__(self, group_id: int, task: Task, v_traj: int, trajectory_ids: Sequence[int], indices: Sequence[int]):
-        self.group_id = group_id
-        self.task = task
-        self.v_traj = v_traj
-        self.trajectory_ids = tuple(trajectory_ids)
-        self.indices = tuple(indices)
-        self.revoked = ""
-        self.on_revoke: Callable[[], None] | None = None
-
-    def __repr__(self) -> str:
-        return f"<Lease group {self.group_id} trajectories {list(self.trajectory_ids)}>"
+from asyncrl.runtime.trajectory_server import Start
 
 
 class _Slot:
@@ -67,14 +47,12 @@ class _Slot:
 class _OpenGroup:
     """``missing`` trajectories until it is complete; ``slots`` are ``redundancy`` more than that at first."""
 
-    __slots__ = ("id", "missing", "slots", "task", "v_traj")
+    __slots__ = ("id", "missing", "slots", "start", "task")
 
-    def __init__(
-        self, group_id: int, task: Task, v_traj: int, first_trajectory: int, size: int, redundancy: int
-    ) -> None:
-        self.id = group_id
+    def __init__(self, start: Start, task: Task, first_trajectory: int, size: int, redundancy: int) -> None:
+        self.id = start.group_id
         self.task = task
-        self.v_traj = v_traj
+        self.start = start
         self.slots = [_Slot(first_trajectory + i) for i in range(size + redundancy)]
         self.missing = size
 
@@ -83,6 +61,8 @@ class BufferSnapshot(Record, frozen=True, kw_only=True):
     """Counts of groups, and of episodes admitted that no EnvManager has taken yet."""
 
     staleness: StalenessSnapshot
+    initial: int
+    """Groups that no server has generated for yet: their place is held only once they have a V_traj."""
     version: int
     unclaimed: int
     filtered: int
@@ -163,6 +143,8 @@ class SampleBuffer:
         self._taken: tuple[Group, ...] = ()
         """The batch that the train loop has been given and not picked up yet."""
         self._closed = ""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when the control may admit what it did not before."""
         self._filtered = self._retried = self._failed_task = self._failed_infra = 0
 
     # --- admission
@@ -193,6 +175,7 @@ class SampleBuffer:
 
     def _admit(self) -> None:
         """Hand episodes to waiting lessees, and admit groups for them while the staleness control allows."""
+        self.on_change()
         while self._lessees:
             future = self._lessees[0]
             if future.done():
@@ -210,7 +193,7 @@ class SampleBuffer:
 
     def _may_open(self) -> bool:
         """May a group begin now? With batch rollout, this is where the next wave starts."""
-        if self._closed or not self._control.admits(self._version):
+        if self._closed or not self._has_place():
             return False
         room = self._unconsumed
         if room and not self._control.evicts:
@@ -219,16 +202,16 @@ class SampleBuffer:
             self._wave = min(self._control.missing, room)
         return room > 0 and self._wave > 0
 
+    def _has_place(self) -> bool:
+        if self._control.assigns_late:
+            return len(self._open) + len(self._ready) < self._control.capacity
+        return self._control.admits(self._version)
+
     def _open_group(self) -> None:
-        group = _OpenGroup(
-            self._next_group,
-            self._tasks.next(),
-            self._version,
-            self._next_trajectory,
-            self._group_size,
-            self._redundancy,
-        )
-        self._control.reserve(group.id, group.v_traj)
+        start = Start(group_id=self._next_group)
+        group = _OpenGroup(start, self._tasks.next(), self._next_trajectory, self._group_size, self._redundancy)
+        if not self._control.assigns_late:
+            self._reserve(group, self._version)
         self._wave -= 1
         self._next_group += 1
         self._next_trajectory += len(group.slots)
@@ -241,9 +224,31 @@ class SampleBuffer:
         else:
             self._offer(group, range(len(group.slots)))
 
+    def _reserve(self, group: _OpenGroup, version: int) -> None:
+        self._control.reserve(group.id, version)
+        group.start.v_traj = version
+
+    def room(self, version: int) -> int:
+        """How many groups more may be given this V_traj now."""
+        return self._control.room(version)
+
+    def assign(self, group_id: int, version: int) -> bool:
+        """A server that holds ``version`` is about to take the first request of a group: it is the group's V_traj, if
+        the control admits that. False if it does not, or the group has left."""
+        group = self._open.get(group_id)
+        if group is None or not self._control.admits(version):
+            return False
+        self._reserve(group, version)
+        return True
+
+    def _release(self, group: _OpenGroup) -> None:
+        """A group that leaves before it had a V_traj was never reserved."""
+        if group.start.v_traj is not None:
+            self._control.release(group.id)
+
     def _offer(self, group: _OpenGroup, indices: Sequence[int], *, after_s: float = 0.0) -> None:
         slots = [group.slots[i] for i in indices]
-        lease = Lease(group.id, group.task, group.v_traj, [s.trajectory_id for s in slots], indices)
+        lease = Lease(group.start, group.task, [s.trajectory_id for s in slots], indices)
         for slot in slots:
             slot.lease = lease
         if after_s:
@@ -291,7 +296,8 @@ class SampleBuffer:
 
     def _complete(self, open_group: _OpenGroup) -> None:
         trajectories = tuple(s.trajectory for s in open_group.slots if s.trajectory is not None)
-        group = Group(id=open_group.id, task=open_group.task, v_traj=open_group.v_traj, trajectories=trajectories)
+        v_traj = trajectories[0].v_traj
+        group = Group(id=open_group.id, task=open_group.task, v_traj=v_traj, trajectories=trajectories)
         del self._open[group.id]
         if self._filter and len(set(group.rewards)) == 1:
             self._filtered += 1
@@ -333,7 +339,7 @@ class SampleBuffer:
                 self._offer(group, [i for _, i in again], after_s=backoff)
         else:
             self._give_up(group, State.ABORTED, "group failed")
-            self._control.release(group.id)
+            self._release(group)
             self._settle()
             self._wake_batch()
         self._admit()
@@ -441,7 +447,7 @@ class SampleBuffer:
         self._given.clear()
         for group in list(self._open.values()):
             self._give_up(group, State.ABORTED, reason)
-            self._control.release(group.id)
+            self._release(group)
         for ready in self._ready.values():
             self._end(ready.trajectories, State.ABORTED, reason)
             self._control.release(ready.id)
@@ -451,6 +457,7 @@ class SampleBuffer:
     def snapshot(self) -> BufferSnapshot:
         return BufferSnapshot(
             staleness=self._control.snapshot(),
+            initial=sum(1 for group in self._open.values() if group.start.v_traj is None),
             version=self._version,
             unclaimed=sum(1 for lease in self._unclaimed if not lease.revoked),
             filtered=self._filtered,

@@ -25,9 +25,11 @@ from asyncrl.core.types import Record, Turn
 from asyncrl.env import EpisodeOver, Message, Reply, Tool, ToolCall
 from asyncrl.ports import EngineRejected
 from asyncrl.runtime.conversation import ChatTemplate, Conversation
-from asyncrl.runtime.llm_proxy import Completion, LLMProxy, Prompt
+from asyncrl.runtime.generation import Completion, Prompt
+from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.reward import checked_reward
 from asyncrl.runtime.tool_calls import parse_tool_calls, without_tool_calls
+from asyncrl.runtime.trajectory_server import Start
 from asyncrl.runtime.user_code import EpisodeFailed
 
 
@@ -49,7 +51,8 @@ class _Point(Record, frozen=True, kw_only=True):
 
     conversation: Conversation
     length: int
-    v_traj: int
+    version: int
+    """Of the last token."""
     server: str
     thoughts: bool = False
 
@@ -63,7 +66,7 @@ class Session:
         proxy: LLMProxy,
         template: ChatTemplate,
         limits: SessionLimits,
-        v_traj: int,
+        start: Start,
         temperature: float,
         top_p: float,
         pinned: bool,
@@ -72,7 +75,7 @@ class Session:
         self._proxy = proxy
         self._template = template
         self._limits = limits
-        self._v_traj = v_traj
+        self._start = start
         self._temperature = temperature
         self._top_p = top_p
         self._pinned = pinned
@@ -209,16 +212,17 @@ class Session:
             # OpenAI's words, by which clients that see no code know it.
             full = f"this model's maximum context length is {self._limits.max_tokens} tokens (rollout.max_tokens)"
             raise ContextFull(f"{full}; the prompt has {len(prompt)}")
-        v_traj = self._v_traj if point is None else point.v_traj
         completion = await self._generate(
             Prompt(
                 ids=prompt,
-                v_traj=v_traj,
+                start=self._start,
                 max_new_tokens=min(room, self._limits.max_new_tokens, max_tokens or room),
                 temperature=self._temperature,
                 top_p=self._top_p,
                 pinned=self._pinned,
                 home=None if point is None else point.server,
+                prefix=0 if point is None else point.length,
+                after=-1 if point is None else point.version,
             )
         )
         completion = self._cut(completion, stop)
@@ -241,7 +245,7 @@ class Session:
             _Point(
                 conversation=conversation,
                 length=len(conversation.ids),
-                v_traj=max(v_traj, completion.versions[-1]),
+                version=completion.versions[-1],
                 server=completion.server,
             ),
         )

@@ -9,7 +9,8 @@ from asyncrl.core.ledger import State
 from asyncrl.core.staleness.base import StalenessControl
 from asyncrl.core.staleness.inflight_cap import InflightCap
 from asyncrl.core.types import Task, Trajectory, flatten
-from asyncrl.runtime.sample_buffer import Lease, SampleBuffer
+from asyncrl.runtime.lease import Lease
+from asyncrl.runtime.sample_buffer import SampleBuffer
 from asyncrl.runtime.task_source import TaskSource
 from asyncrl.sim.trace import TraceRecorder
 

@@ -21,6 +21,7 @@ from asyncrl.runtime.env_source import LocalEnvs
 from asyncrl.runtime.reward import Scorer
 from asyncrl.runtime.sample_buffer import SampleBuffer
 from asyncrl.runtime.task_source import TaskSource
+from asyncrl.runtime.trajectory_server import Start
 from asyncrl.runtime.user_code import EpisodeFailed, FailureWindow
 from asyncrl.sim.blocking import SimBlocking
 from asyncrl.sim.engine import GENERATED
@@ -85,7 +86,7 @@ async def play(
         limits=EpisodeLimits(**{**defaults, **limits}),
     )
     try:
-        return await player.play(TASK, v_traj=0, n=n)
+        return await player.play(TASK, start=Start(0), n=n)
     finally:
         assert all(i.running == 0 for i in proxy.instances)
 

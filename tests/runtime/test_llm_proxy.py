@@ -10,7 +10,9 @@ import pytest
 
 from asyncrl.core.policy.routing import round_robin
 from asyncrl.ports import Chunk, EngineRejected
-from asyncrl.runtime.llm_proxy import MAX_FRUITLESS, Completion, FleetDown, LLMProxy, Prompt
+from asyncrl.runtime.generation import Completion, Prompt
+from asyncrl.runtime.llm_proxy import MAX_FRUITLESS, FleetDown, LLMProxy
+from asyncrl.runtime.trajectory_server import Start
 from asyncrl.sim.engine import GENERATED, SimEngine
 from asyncrl.sim.loop import run
 
@@ -18,7 +20,7 @@ from .world import aim, cancelled_at, proxy_over, sim_engine
 
 
 def prompt(v_traj: int = 0, limit: int = 100, length: int = 10) -> Prompt:
-    return Prompt(ids=array("i", [1]) * length, v_traj=v_traj, max_new_tokens=limit)
+    return Prompt(ids=array("i", [1]) * length, start=Start(v_traj), max_new_tokens=limit)
 
 
 def whole(completion: Completion, length: int) -> bool:

@@ -15,6 +15,7 @@ from asyncrl.runtime.conversation import ChatTemplate
 from asyncrl.runtime.env_manager import Episode
 from asyncrl.runtime.rollout import Rollout, RolloutPlayer
 from asyncrl.runtime.session import Session, SessionLimits
+from asyncrl.runtime.trajectory_server import Start
 from asyncrl.runtime.user_code import EpisodeFailed
 from asyncrl.sim.loop import run
 from asyncrl.sim.tokenizer import SimTokenizer
@@ -81,7 +82,7 @@ def play(
         )
         try:
             heard = busy.append if busy is not None else lambda running: None
-            [episode] = await player.play(TASK, v_traj=0, on_running=heard)
+            [episode] = await player.play(TASK, start=Start(0), on_running=heard)
         finally:
             assert speaker.running == 0 and all(i.running == 0 for i in proxy.instances)
         return Played(episode, speaker)
@@ -375,7 +376,7 @@ def test_nothing_is_generated_after_the_end(tmp_path: Path) -> None:
                 limits=SessionLimits(**LIMITS),
                 idle_timeout_s=5,
             )
-            [episode] = await player.play(TASK, v_traj=0)
+            [episode] = await player.play(TASK, start=Start(0))
             assert len(episode.turns) == 1
             await ask(agents[0], "more")
             with pytest.raises(EpisodeOver):
@@ -403,7 +404,7 @@ async def simulated() -> list[Episode]:
         idle_timeout_s=5,
     )
     try:
-        return await player.play(TASK, v_traj=0)
+        return await player.play(TASK, start=Start(0))
     finally:
         assert all(i.running == 0 for i in proxy.instances)
 
@@ -432,7 +433,7 @@ def test_a_long_conversation_costs_its_own_length(tmp_path: Path) -> None:
                 proxy=await proxy_of(speaker),
                 template=ChatTemplate(tokenizer),
                 limits=SessionLimits(max_turns=1000, max_new_tokens=50, max_tokens=10**5),
-                v_traj=0,
+                start=Start(0),
                 temperature=1.0,
                 top_p=1.0,
                 pinned=False,

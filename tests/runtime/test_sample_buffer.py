@@ -8,7 +8,7 @@ import random
 import pytest
 
 from asyncrl.core.staleness.base import StalenessViolation
-from asyncrl.runtime.sample_buffer import Lease
+from asyncrl.runtime.lease import Lease
 from asyncrl.sim.loop import run
 
 from .buffers import blocked, ended, leases, make, put, woken
@@ -327,7 +327,7 @@ def test_putting_twice_or_into_another_group_is_refused() -> None:
         put(buffer, a)
         with pytest.raises(StalenessViolation, match="put twice"):
             put(buffer, a)
-        mixed = Lease(c.group_id, c.task, c.v_traj, a.trajectory_ids, c.indices)
+        mixed = Lease(c.start, c.task, a.trajectory_ids, c.indices)
         with pytest.raises(StalenessViolation, match="does not belong"):
             put(buffer, mixed)
 
