@@ -187,14 +187,18 @@ class Trainer(Protocol):
 
 
 class WeightTransport(Protocol):
-    """Moves a version from the trainer to servers. ``prepare`` may run while servers generate; ``deliver`` is called
-    with servers paused."""
+    """Moves a version from the trainer to servers: ``prepare`` holds the trainer, ``arrive`` nobody, ``deliver`` the
+    servers, which are paused."""
 
     async def connect(self, engines: Sequence[Engine]) -> None:
         """Make whatever channel is needed between the trainer and these servers."""
 
     async def prepare(self, version: int) -> None:
-        """Do everything that does not need the servers to be paused (gather, write)."""
+        """Take ``version`` from the trainer (gather, write), so that it may train on."""
+
+    async def arrive(self, engines: Sequence[Engine], version: int) -> None:
+        """Wait until ``version`` lies where these servers load it from, as far as that may take time of its own. It may
+        run beside a train step and while servers generate. Raises ``TrainerError``."""
 
     async def deliver(self, engines: Sequence[Engine], version: int) -> None:
         """Load ``version`` into these servers. Raises ``EngineError`` or ``TrainerError``."""

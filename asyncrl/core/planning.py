@@ -38,7 +38,7 @@ from asyncrl.core.cost_model import CostModel
 from asyncrl.core.observed import Control
 from asyncrl.core.theory.runtime import natural_staleness, no_bubble_period
 from asyncrl.core.theory.staleness import in_queue_staleness, pre_queue_staleness
-from asyncrl.core.transfer import Speeds, Transport, seconds_to_deliver, seconds_to_prepare
+from asyncrl.core.transfer import Speeds, Transport, seconds_to_arrive, seconds_to_deliver, seconds_to_prepare
 from asyncrl.core.types import Record
 from asyncrl.core.workload import Workload
 
@@ -425,7 +425,7 @@ def with_split(s: System, servers: int) -> System:
         return split
     return msgspec.structs.replace(
         split,
-        prepare_s=seconds_to_prepare(s.speeds, s.transport, servers),
+        prepare_s=seconds_to_prepare(s.speeds, s.transport) + seconds_to_arrive(s.speeds, s.transport, servers),
         deliver_s=seconds_to_deliver(s.speeds, s.transport, servers) + s.load_s,
     )
 

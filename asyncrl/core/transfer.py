@@ -1,13 +1,14 @@
 """How long new weights take from the trainer to the servers, per transport: pure formulas, for plans and simulations.
 
-``prepare`` runs beside generation, ``deliver`` with the servers paused. What a server itself needs to take weights in
-comes on top (``sim.instance.load_s``).
+``prepare`` holds the trainer, ``arrive`` nobody, ``deliver`` the servers, which are paused. What a server itself needs
+to take weights in comes on top (``sim.instance.load_s``).
 
-    transport    prepare                              deliver
-    disk         gather, then write once              every server reads all of it from one shared folder
-    collective   gather                               one pipelined broadcast from the trainer to all servers
-    relay        gather, then a chain broadcast from  each server loads from its own host's memory
-                 host to host (Laminar appendix C)
+    transport    prepare                 arrive                    deliver
+    disk         gather, then write      –                         every server reads all of it from one shared folder
+    collective   gather                  –                         one pipelined broadcast from the trainer to all
+    relay        gather                  chain broadcast from      each server loads from its own host's memory
+                                         host to host (Laminar
+                                         appendix C)
 
 Both broadcasts pass chunks down a chain of p = servers + 1 nodes, in the best whole number of chunks
 (core/theory/broadcast.py); a ring or tree of a collective library is no slower.
@@ -39,16 +40,15 @@ class Speeds(Protocol):
     def local_gb_s(self) -> float: ...
 
 
-def seconds_to_prepare(speeds: Speeds, transport: Transport, servers: int) -> float:
-    """From the end of a train step until ``deliver`` can begin, on a fleet of ``servers``."""
-    gather_s = speeds.gigabytes / speeds.gather_gb_s
-    match transport:
-        case "disk":
-            return gather_s + speeds.gigabytes / speeds.disk_gb_s
-        case "collective":
-            return gather_s
-        case "relay":
-            return gather_s + broadcast_seconds(speeds, servers)
+def seconds_to_prepare(speeds: Speeds, transport: Transport) -> float:
+    """From the end of a train step until the trainer may go on."""
+    write_s = speeds.gigabytes / speeds.disk_gb_s if transport == "disk" else 0.0
+    return speeds.gigabytes / speeds.gather_gb_s + write_s
+
+
+def seconds_to_arrive(speeds: Speeds, transport: Transport, servers: int) -> float:
+    """From then until ``deliver`` can begin, on a fleet of ``servers``, each on a host of its own."""
+    return broadcast_seconds(speeds, servers) if transport == "relay" else 0.0
 
 
 def seconds_to_deliver(speeds: Speeds, transport: Transport, servers: int) -> float:

@@ -1,6 +1,6 @@
 """ParameterServer: which version the trainer and each server hold, and the way of new weights to the servers.
 
-    prepare()   what needs no pause (gather, write), but the trainer: its next step begins after it.
+    prepare()   what needs the trainer (gather, write): its next step begins after it.
     deliver()   suspend → model_update → resume (ROLL Flash §4.2), so the servers stand still only while they load; the
                 trainer's next step may run meanwhile (StaleFlow figure 21).
     restore()   brings a server that came back after a failure to the current version; used by LLMProxy.watch.
@@ -82,6 +82,7 @@ class ParameterServer:
     async def _update(self, version: int) -> None:
         """suspend → model_update → resume. Also when the trainer dies meanwhile, which is raised."""
         loop = asyncio.get_running_loop()
+        await self._transport.arrive([i.engine for i in self._proxy.instances if i.up], version)
         async with self._lock:
             paused = await self._proxy.suspend(self._running)
             suspended = loop.time()

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from asyncrl.config import WeightsModel
-from asyncrl.core.transfer import Transport, seconds_to_deliver, seconds_to_prepare
+from asyncrl.core.transfer import Transport, seconds_to_arrive, seconds_to_deliver, seconds_to_prepare
 from asyncrl.ports import Engine, EngineError, TrainerError
 from asyncrl.sim.trainer import SimTrainer
 
@@ -25,6 +25,8 @@ class SimTransport:
         self._servers = servers
         self._trainer = trainer
         self._kept: deque[int] = deque([trainer.version], maxlen=1 if transport == "collective" else 2)
+        self._arrived = trainer.version
+        """Newest version that has come down the whole chain of relays."""
 
     async def connect(self, engines: Sequence[Engine]) -> None:
         await asyncio.sleep(0)
@@ -34,8 +36,13 @@ class SimTransport:
             self._kept.clear()
         elif version in self._kept:
             return
-        await self._trainer.while_alive(seconds_to_prepare(self._model, self._transport, self._servers))
+        await self._trainer.while_alive(seconds_to_prepare(self._model, self._transport))
         self._kept.append(version)
+
+    async def arrive(self, engines: Sequence[Engine], version: int) -> None:
+        if version > self._arrived and (seconds := seconds_to_arrive(self._model, self._transport, self._servers)):
+            await asyncio.sleep(seconds)
+        self._arrived = version
 
     async def deliver(self, engines: Sequence[Engine], version: int) -> None:
         if version not in self._kept:

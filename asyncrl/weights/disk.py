@@ -40,6 +40,9 @@ class DiskTransport:
             await self._trainer.publish(version, "disk", str(self._path(version)))
             self._written = version
 
+    async def arrive(self, engines: Sequence[Engine], version: int) -> None:
+        """Once written it lies where all servers load it from."""
+
     async def deliver(self, engines: Sequence[Engine], version: int) -> None:
         """All servers load at once. One that fails does not cut the others off in the middle of a load."""
         failures: list[EngineError] = []

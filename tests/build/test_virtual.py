@@ -58,7 +58,7 @@ def test_an_update_takes_the_transports_seconds_and_the_servers_load(transport: 
     recipe = recipe_of({"weights": weights, "instance": {"load_s": 3.0}})
     assert transport_of(recipe) == transport
     simulation = played(recipe)
-    prepare = seconds_to_prepare(recipe.sim.weights, transport, 2)
+    prepare = seconds_to_prepare(recipe.sim.weights, transport)
     deliver = seconds_to_deliver(recipe.sim.weights, transport, 2)
     assert [s for s, _ in spans(simulation, "prepare weights")] == pytest.approx([prepare] * 3)
     assert [s for s, _ in spans(simulation, "suspended")] == pytest.approx([deliver + 3.0] * 3)

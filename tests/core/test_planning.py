@@ -216,7 +216,7 @@ def test_a_split_keeps_the_gpus_and_moves_the_weights_to_as_many_servers():
     system = changed(speeds=Speeds(), transport="disk", load_s=1.0, server_gpus=2)
     other = with_split(system, 2)
     assert (system.gpus, other.gpus, other.trainer_gpus) == (12, 12, 8)
-    assert other.prepare_s == seconds_to_prepare(Speeds(), "disk", 2)
+    assert other.prepare_s == seconds_to_prepare(Speeds(), "disk")
     assert other.deliver_s == seconds_to_deliver(Speeds(), "disk", 2) + 1.0
     assert [(s.servers, s.trainer_gpus) for s in splits(system)] == [(1, 10), (2, 8), (3, 6), (4, 4), (5, 2)]
 

@@ -5,24 +5,26 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.config import WeightsModel
-from asyncrl.core.transfer import broadcast_seconds, seconds_to_deliver, seconds_to_prepare
+from asyncrl.core.transfer import broadcast_seconds, seconds_to_arrive, seconds_to_deliver, seconds_to_prepare
 
 MODEL = WeightsModel(gigabytes=12.0, gather_gb_s=6.0, disk_gb_s=3.0, link_gb_s=4.0, hop_s=0.01, local_gb_s=24.0)
 
 
 def test_disk_writes_once_and_every_server_reads_from_the_same_folder() -> None:
-    assert seconds_to_prepare(MODEL, "disk", 5) == pytest.approx(2 + 4)
+    assert seconds_to_prepare(MODEL, "disk") == pytest.approx(2 + 4)
     assert [seconds_to_deliver(MODEL, "disk", n) for n in (0, 1, 5)] == pytest.approx([0, 4, 20])
 
 
 def test_collective_gathers_and_then_broadcasts_to_all_at_once() -> None:
-    assert seconds_to_prepare(MODEL, "collective", 5) == pytest.approx(2)
+    assert seconds_to_prepare(MODEL, "collective") == pytest.approx(2)
+    assert seconds_to_arrive(MODEL, "collective", 5) == seconds_to_arrive(MODEL, "disk", 5) == 0
     assert seconds_to_deliver(MODEL, "collective", 5) == broadcast_seconds(MODEL, 5)
     assert seconds_to_deliver(MODEL, "collective", 0) == 0
 
 
-def test_relay_broadcasts_beside_generation_and_loads_from_the_own_host() -> None:
-    assert seconds_to_prepare(MODEL, "relay", 5) == pytest.approx(2 + broadcast_seconds(MODEL, 5))
+def test_relay_broadcasts_beside_training_and_generation_and_loads_from_the_own_host() -> None:
+    assert seconds_to_prepare(MODEL, "relay") == pytest.approx(2)
+    assert seconds_to_arrive(MODEL, "relay", 5) == broadcast_seconds(MODEL, 5)
     assert [seconds_to_deliver(MODEL, "relay", n) for n in (1, 5, 100)] == pytest.approx([0.5] * 3)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.build.virtual import Simulation
 from asyncrl.config import Recipe
-from asyncrl.core.transfer import seconds_to_deliver
+from asyncrl.core.transfer import seconds_to_arrive, seconds_to_deliver
 from asyncrl.sim.trainer import SimTrainer
 
 from .world import check_laws, play, recipe
@@ -44,7 +44,8 @@ def test_a_step_is_shorter_by_the_time_of_the_delivery(transport: Any) -> None:
     check_laws(after, one)
     check_laws(beside, other)
     load_s = beside.sim.instance.load_s
-    saved = seconds_to_deliver(beside.sim.weights, transport, 2) + load_s
+    model = beside.sim.weights
+    saved = seconds_to_arrive(model, transport, 2) + seconds_to_deliver(model, transport, 2) + load_s
     assert saved > 2.0
     assert period(one) - period(other) == pytest.approx(saved, rel=0.05)
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable
 import pytest
 
 from asyncrl.config import TrainerModel, WeightsModel
-from asyncrl.core.transfer import Transport, seconds_to_deliver, seconds_to_prepare
+from asyncrl.core.transfer import Transport, seconds_to_arrive, seconds_to_deliver, seconds_to_prepare
 from asyncrl.core.types import Batch, Group, Task, Trajectory
 from asyncrl.ports import EngineError, TrainerDied, TrainerError
 from asyncrl.sim.engine import SimEngine
@@ -108,16 +108,19 @@ def server(name: str = "server 0", load_s: float = 0.5) -> SimEngine:
 
 @pytest.mark.parametrize("transport", ["disk", "collective", "relay"])
 def test_an_update_takes_the_formulas_seconds_and_the_servers_load(transport: Transport) -> None:
-    async def main() -> tuple[float, float, float, list[int]]:
+    async def main() -> tuple[list[float], list[int]]:
         engines = [server(f"server {i}") for i in range(3)]
         way = SimTransport(MODEL, transport, servers=3, trainer=SimTrainer())
         await way.connect(engines)
-        prepare, deliver = await lasts(way.prepare(1)), await lasts(way.deliver(engines, 1))
+        parts = [way.prepare(1), way.arrive(engines, 1), way.deliver(engines, 1)]
+        seconds = [await lasts(part) for part in parts]
         versions = [e.version for e in engines]
-        return prepare, deliver, await lasts(way.deliver(engines[:1], 1)), versions
+        again = [way.arrive(engines[:1], 1), way.deliver(engines[:1], 1)]
+        return seconds + [await lasts(part) for part in again], versions
 
-    prepare, deliver, one, versions = run(main())
-    assert prepare == pytest.approx(seconds_to_prepare(MODEL, transport, 3))
+    (prepare, arrive, deliver, again, one), versions = run(main())
+    assert prepare == pytest.approx(seconds_to_prepare(MODEL, transport))
+    assert (arrive, again) == (pytest.approx(seconds_to_arrive(MODEL, transport, 3)), 0)
     assert deliver == pytest.approx(seconds_to_deliver(MODEL, transport, 3) + 0.5)
     assert one == pytest.approx(seconds_to_deliver(MODEL, transport, 1) + 0.5)
     assert versions == [1, 1, 1]
