@@ -1,14 +1,17 @@
-"""How a text game speaks with the model: as bare text behind a prompt mark, or in chat messages."""
+"""How a text game speaks with the model: as bare text behind a prompt mark, or in chat messages. Replies are read in
+time linear in their length, whatever the model wrote."""
 
 from __future__ import annotations
 
+import io
 import re
+from collections.abc import Iterator
 from typing import Literal
 
 from asyncrl.env import Observation
 
 Style = Literal["plain", "chat"]
-ACTION = re.compile(r"^\W*action\s*:\W*(?P<command>.*?)[\s*`.]*$", re.IGNORECASE | re.MULTILINE)
+ACTION = re.compile(r"^[^\w\n]*action[^\S\n]*:\W*(?P<command>.*)$", re.IGNORECASE | re.MULTILINE)
 
 
 class Dialogue:
@@ -32,4 +35,18 @@ class Dialogue:
 def read_action(text: str) -> str:
     """The command of a ReAct-style reply, behind its last ``Action:``; empty if it has none."""
     found = ACTION.findall(text.rpartition("</think>")[2])
-    return found[-1].strip() if found else ""
+    return found[-1].rstrip(" \t\r*`.") if found else ""
+
+
+def fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
+    """The closed code blocks of a text: what stands behind the opening fence, and the lines inside."""
+    info, lines = "", list[str]()
+    for line in io.StringIO(text):
+        fence = line.rstrip()
+        if not info:
+            info, lines = fence[3:] if fence.startswith("```") and fence[3:4].isalnum() else "", []
+        elif fence == "```":
+            yield info, "".join(lines)
+            info = ""
+        else:
+            lines.append(line)

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from asyncrl.env import Action, Env, Message, Observation, Step, Task, Tool, ToolCall
+from asyncrl.envs.dialogue import fenced_blocks
 from asyncrl.envs.maths import parse_row, score
 from asyncrl.envs.sandbox import Limits, Sandbox, Source, open_sandbox, told
 
@@ -127,7 +128,7 @@ class ToolMath(Env):
             return action.tool_calls
         return [
             ToolCall(id=str(number), name="python", arguments={"code": code})
-            for number, code in enumerate(_blocks(action.text.rpartition("</think>")[2]))
+            for number, code in enumerate(_programs(action.text))
         ]
 
     async def _call(self, call: ToolCall) -> str:
@@ -162,14 +163,6 @@ class ToolMath(Env):
             await self._box.close()
 
 
-def _blocks(text: str) -> Iterator[str]:
-    """What stands in the closed blocks of python."""
-    block: list[str] | None = None
-    for line in text.splitlines(keepends=True):
-        if block is None:
-            block = [] if line.rstrip() == "```python" else None
-        elif line.rstrip() == "```":
-            yield "".join(block)
-            block = None
-        else:
-            block.append(line)
+def _programs(text: str) -> list[str]:
+    """What stands in the closed blocks of python, behind any thoughts."""
+    return [code for info, code in fenced_blocks(text.rpartition("</think>")[2]) if info == "python"]

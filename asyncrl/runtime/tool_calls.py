@@ -7,6 +7,8 @@ how (transformers' ``response_template`` is not in the models' folders), so the 
                ``<function=…><parameter=…>`` inside (Qwen3-Coder, Qwen3.5)
     json       the whole reply is one such object, several of them, or a list (Llama 3, Mistral)
     pythonic   the whole reply is ``[name(argument=value), …]`` (Llama 3.2 and 4)
+
+Whatever a model writes is read in time linear in its length, and nothing it writes raises.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ Parser = Literal["hermes", "json", "pythonic", "none"]
 
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*\Z", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?")
 _LOOKS_LIKE_JSON_CALL = re.compile(r'\[?\s*\{\s*"(name|type|function|parameters|arguments)"')
 _LOOKS_LIKE_PYTHON_CALL = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
-_FENCE = re.compile(r"```(?:json|python|tool_code)?\s*\n(.*?)\n?```\s*\Z", re.DOTALL)
+_FENCE = re.compile(r"```(?:json|python|tool_code)?[ \t]*\n")
 
 
 def parser_for(template: str) -> Parser:
@@ -67,43 +69,54 @@ def _hermes(text: str) -> Iterator[_Call]:
     for block in _BLOCK.finditer(text):
         body = block.group(1)
         if function := _FUNCTION.match(body):
-            arguments = {name: _value(value) for name, value in _PARAMETER.findall(function.group(2))}
-            yield function.group(1).strip(), arguments, ""
+            yield function.group(1).strip(), dict(_parameters(function.group(2))), ""
         else:
             yield from _objects(body)
 
 
+def _parameters(text: str) -> Iterator[tuple[str, Any]]:
+    at = 0
+    while (opened := _PARAMETER.search(text, at)) and (at := text.find("</parameter>", opened.end())) >= 0:
+        yield opened.group(1), _value(text[opened.end() : at].removesuffix("\n"))
+
+
+def _unfenced(text: str) -> str:
+    """What stands in the code block that ends a text; all of it where none does."""
+    body = text.strip()
+    opened = _FENCE.search(body, 0, len(body) - 3) if body.endswith("```") else None
+    return body[opened.end() : -3].strip() if opened else body
+
+
 def _json(text: str) -> Iterator[_Call]:
-    fenced = _FENCE.search(text)
-    body = (fenced.group(1) if fenced else text).strip()
+    body = _unfenced(text)
     if _LOOKS_LIKE_JSON_CALL.match(body):
         yield from _objects(body)
 
 
 def _pythonic(text: str) -> Iterator[_Call]:
-    fenced = _FENCE.search(text)
-    body = (fenced.group(1) if fenced else text).strip()
+    body = _unfenced(text)
     if not _LOOKS_LIKE_PYTHON_CALL.match(body):
         yield from _json(text)  # these models write JSON too
         return
     try:
         with warnings.catch_warnings(action="ignore"):  # of the model's Python
             listed = ast.parse(body, mode="eval").body
+        calls = [_python_call(call) for call in (listed.elts if isinstance(listed, ast.List) else ())]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        yield "", {}, f"the call is no valid Python: {error}"
-        return
-    for call in listed.elts if isinstance(listed, ast.List) else ():
-        if not isinstance(call, ast.Call):
-            yield "", {}, f"not a call: {ast.unparse(call)[:100]}"
-            continue
-        name = ast.unparse(call.func)
-        if call.args or any(keyword.arg is None for keyword in call.keywords):
-            yield name, {}, "write every argument as name=value"
-            continue
-        try:
-            yield name, {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg is not None}, ""
-        except ValueError:
-            yield name, {}, "an argument is not a plain value"
+        calls = [("", {}, f"the call is no valid Python: {error}")]
+    yield from calls
+
+
+def _python_call(call: ast.expr) -> _Call:
+    if not isinstance(call, ast.Call):
+        return "", {}, f"not a call: {ast.unparse(call)[:100]}"
+    name = ast.unparse(call.func)
+    if call.args or any(keyword.arg is None for keyword in call.keywords):
+        return name, {}, "write every argument as name=value"
+    try:
+        return name, {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg is not None}, ""
+    except (ValueError, TypeError):
+        return name, {}, "an argument is not a plain value"
 
 
 def _objects(text: str) -> Iterator[_Call]:

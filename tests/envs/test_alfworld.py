@@ -144,6 +144,7 @@ def test_chat_gives_messages_and_reads_the_last_action(data: Path) -> None:
     env.close()
     assert read_action("<think>Action: look</think>\naction:  go to bed 1  ") == "go to bed 1"
     assert read_action("go to bed 1") == ""
+    assert read_action("**Action:** `look`.\nAction:\n- go to bed 1\n\n") == "go to bed 1"
 
 
 def test_a_file_that_is_no_game_is_named(tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from asyncrl.runtime.tool_calls import Parser, parse_tool_calls, parser_for, without_tool_calls
@@ -101,7 +102,36 @@ def test_the_template_tells_the_family(template: str, parser: Parser) -> None:
     assert parser_for(template) == parser
 
 
-@given(st.text(), st.sampled_from(["hermes", "json", "pythonic"]))
+REPEATED = (
+    "\n",
+    " \n",
+    "```\n",
+    "```json\n",
+    "<tool_call>",
+    "<parameter=a>",
+    "<parameter=",
+    "</function>x",
+    "[",
+    "f(",
+    "-",
+)
+
+
+@given(
+    st.lists(st.characters() | st.sampled_from(REPEATED)).map("".join), st.sampled_from(["hermes", "json", "pythonic"])
+)
+@example("a={[]: 1})]", "pythonic")
+@example("a=1), " + "-" * 2000 + "1]", "pythonic")
 def test_no_text_breaks_the_parser(text: str, parser: Parser) -> None:
     for start in ("", "<tool_call>", '{"name": ', "[f("):
         parse_tool_calls(start + text, parser)
+
+
+@pytest.mark.parametrize("repeated", REPEATED)
+@pytest.mark.parametrize("parser", ["hermes", "json", "pythonic"])
+def test_a_model_that_repeats_itself_is_read_at_once(repeated: str, parser: Parser) -> None:
+    """It would hold the event loop, and all other episodes with it."""
+    began = time.process_time()
+    parse_tool_calls("<tool_call><function=f>" + repeated * 20_000 + "</function></tool_call>", parser)
+    parse_tool_calls(repeated * 20_000 + "x", parser)
+    assert time.process_time() - began < 1

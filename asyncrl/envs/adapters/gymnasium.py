@@ -20,6 +20,7 @@ from asyncrl.envs.adapters import seed_of
 from asyncrl.envs.dialogue import Dialogue, Style
 
 COLOURED = re.compile(r"\x1b\[(?P<ground>[34])(?P<colour>\d)(;1)?m(?P<text>.*?)\x1b\[0m", re.DOTALL)
+NUMBER = re.compile(r"-?[0-9]{1,18}")
 COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "gray", "", "")
 
 
@@ -96,7 +97,7 @@ class GymEnv(SyncEnv):
         names = [name.casefold() for name in self._names]
         if command in names:
             return self._values[names.index(command)]
-        number = int(command) if command.isascii() and command.lstrip("-").isdigit() and len(command) < 19 else None
+        number = int(command) if NUMBER.fullmatch(command) else None
         return number if number in self._values else None
 
     def _shown(self, observation: Any) -> str:

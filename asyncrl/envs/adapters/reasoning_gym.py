@@ -16,7 +16,6 @@ import ast
 import json
 import math
 import random
-import re
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
@@ -28,7 +27,6 @@ from asyncrl.env import Response, Task
 if find_spec("reasoning_gym") is None:  # importing it takes a second, and is for those who score
     raise ImportError("reasoning-gym is not installed; pip install 'asyncrl[reasoning-gym]'")
 
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 INSTRUCTION = "Think first, then give only the final answer between <answer> and </answer>."
 NONSENSE = "~"
 """An answer to no question; a scorer that takes it for right takes anything."""
@@ -41,8 +39,8 @@ def reward(task: Task, response: Response, *, tags: bool = True) -> float:
     between the last ``<answer>`` and ``</answer>``; else the whole response without thoughts."""
     text = response.text.rpartition("</think>")[2]
     if tags:
-        found = ANSWER.findall(text)
-        text = found[-1] if found else ""
+        begin = text.rfind("<answer>", 0, max(0, text.rfind("</answer>")))
+        text = text[begin + len("<answer>") : text.find("</answer>", begin)] if begin >= 0 else ""
     return score(task.data["dataset"], task.data["entry"], text.strip())
 
 

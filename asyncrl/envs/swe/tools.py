@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.env import Tool, ToolCall
+from asyncrl.envs.dialogue import fenced_blocks
 from asyncrl.envs.sandbox import Sandbox, told
 
 MAX_VIEW_LINES = 400
@@ -60,8 +61,7 @@ Or say that the work is done; the tests are run then:
 ```
 """
 
-_FENCE = re.compile(r"^```(\w+)[ \t]*([^\n]*)\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
-_REPLACE = re.compile(r"<<<<<<< SEARCH\n(.*?)^=======\n(.*?)^>>>>>>> REPLACE\n?", re.DOTALL | re.MULTILINE)
+_REPLACE = re.compile(r"<<<<<<< SEARCH\n(.*?)^=======\n(.*)^>>>>>>> REPLACE\n?", re.DOTALL | re.MULTILINE)
 
 
 class ToolError(Exception):
@@ -70,7 +70,8 @@ class ToolError(Exception):
 
 def parse_fenced(text: str) -> ToolCall:
     """The one block of a turn. Raises ``ToolError``."""
-    blocks: list[tuple[str, str, str]] = [b for b in _FENCE.findall(text) if b[0] in ("bash", "edit", "submit")]
+    named = [(*info.partition(" ")[::2], body) for info, body in fenced_blocks(text)]
+    blocks = [block for block in named if block[0] in ("bash", "edit", "submit")]
     if len(blocks) != 1:
         raise ToolError(f"found {len(blocks)} blocks of bash, edit or submit; write exactly one\n{FENCED_HELP}")
     name, path, body = blocks[0]
@@ -78,7 +79,7 @@ def parse_fenced(text: str) -> ToolCall:
         return ToolCall(id="0", name=name, arguments={"command": body})
     if name == "submit":
         return ToolCall(id="0", name=name)
-    match = _REPLACE.fullmatch(body)
+    match = _REPLACE.fullmatch(body) if body.endswith("\n>>>>>>> REPLACE\n") else None
     if match is None or not path.strip():
         raise ToolError(f"cannot read the edit block\n{FENCED_HELP}")
     old, new = match.groups()

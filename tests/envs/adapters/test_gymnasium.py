@@ -50,12 +50,12 @@ def test_frozen_lake_is_played_to_the_goal() -> None:
 def test_what_is_no_action_is_said_and_not_played() -> None:
     env = GymEnv(**LAKE)
     env.reset(task(0))
-    for nonsense in ("", "jump", "4", "-1", "²", "9" * 5000, "\x00", "left right"):
+    for nonsense in ("", "jump", "4", "-1", "--1", "²", "9" * 5000, "\x00", "left right"):
         step = env.step(act(nonsense))
         assert step.observation == "\nThat is no action here. Actions: left, down, right, up.\n>"
         assert (step.reward, step.done) == (0.0, False)
     steps = [env.step(act(str(MOVES.index(move)))) for move in GOAL]  # numbers are understood
-    assert steps[-1].reward == 1.0 and steps[-1].metrics["invalid"] == 8.0
+    assert steps[-1].reward == 1.0 and steps[-1].metrics["invalid"] == 9.0
 
 
 def test_a_hole_and_the_time_limit_are_no_success() -> None:
