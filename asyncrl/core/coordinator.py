@@ -62,10 +62,7 @@ class _Expected:
 
 class Coordinator:
     """``routing``, ``synchronization`` and ``migration`` are names in ``ROUTERS``, ``SYNCHRONIZATION`` and
-    ``MIGRATION``; any of them go together. ``cost`` may be replaced at any time by one that was fitted since. Raises
-    ``ValueError`` unless 0 < μ ≤ 1: with a larger one even an idle server would refuse requests, with 0 a full one
-    would take them.
-    """
+    ``MIGRATION``; any of them go together. ``cost`` may be replaced at any time by one that was fitted since."""
 
     def __init__(
         self,
@@ -77,8 +74,6 @@ class Coordinator:
         mu: float = 0.3,
         limits: Limits | None = None,
     ) -> None:
-        if not 0.0 < mu <= 1.0:
-            raise ValueError(f"mu is {mu}; give a share of an idle server's gain, above 0 and at most 1")
         self._routing = routing
         self._synchronize = SYNCHRONIZATION[synchronization]
         self._migrate = MIGRATION[migration]

@@ -52,8 +52,8 @@ class FleetSnapshot(Record, frozen=True, kw_only=True):
     """Version that a server which pulls now will have."""
     waiting_requests: Mapping[int | None, Iterable[RequestView]] = {}
     """The multi-level queue (StaleFlow §5.3): a level for each oldest version that may serve its requests, first come
-    first within it, and one (None) of those whose group has no V_traj yet. Not copied; levels in any order, none of
-    them empty."""
+    first within it, and one (None) of those whose group has no V_traj yet. Without those for which a ``Route`` is under
+    way. Not copied; levels in any order, none of them empty."""
     mean_new_tokens: float = float("inf")
     """Tokens that a server generates for a request, on average: what its prefill is spread over."""
 

@@ -127,7 +127,8 @@ class Admission:
 
 
 class Queue:
-    """The multi-level queue (StaleFlow §5.3): a level for each V_traj, the oldest first, those without V_traj last."""
+    """The multi-level queue (StaleFlow §5.3): levels by the oldest version that may serve them, those without V_traj
+    last."""
 
     def __init__(self, levels: Mapping[int | None, Iterable[RequestView]]) -> None:
         self._levels = dict(levels)
@@ -136,11 +137,12 @@ class Queue:
     def add(self, requests: Iterable[RequestView]) -> None:
         """Requests that this plan cut."""
         for request in requests:
-            self._returned.setdefault(request.v_traj, []).append(request)
+            key = None if request.v_traj is None else request.oldest
+            self._returned.setdefault(key, []).append(request)
 
     @property
     def keys(self) -> list[int | None]:
-        """V_traj of the levels, in order."""
+        """Oldest versions that may serve the levels, in order."""
         return sorted(self._levels.keys() | self._returned.keys(), key=lambda v: NOT_YET if v is None else v)
 
     def __iter__(self) -> Iterator[RequestView]:

@@ -108,11 +108,14 @@ def gain_of(cost: CostModel, request: RequestView, load: Load, spread: float) ->
 
 
 class Waterfall:
-    """Algorithm 3 over the servers that the plan may command."""
+    """Algorithm 3 over the servers that the plan may command. Raises ``ValueError`` unless 0 < μ ≤ 1: with a larger
+    one even an idle server would refuse requests, with 0 a full one would take them."""
 
     def __init__(
         self, loads: Sequence[Load], admission: Admission, *, cost: CostModel, mu: float, mean_new_tokens: float
     ) -> None:
+        if not 0.0 < mu <= 1.0:
+            raise ValueError(f"mu is {mu}; give a share of an idle server's gain, above 0 and at most 1")
         self._admission = admission
         self._cost = cost
         self._mu = mu

@@ -1,0 +1,125 @@
+"""Routing by waterfall: the paper's example, the literal algorithm as a model, and that nothing waits for ever."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.core.cost_model import CostModel
+from asyncrl.core.policy.load import Admission, Queue
+from asyncrl.core.policy.router import route
+from asyncrl.core.policy.routing import RequestView
+from asyncrl.core.policy.waterfall import Waterfall
+from asyncrl.core.snapshot import InstanceSnapshot
+from tests.core.fleets import COST, levels, loads_of, requests, rooms, server, servers
+from tests.core.staleflow_model import Staleness, routing_strategy, system
+
+
+def routed(
+    instances: list[InstanceSnapshot],
+    waiting: list[RequestView],
+    room: dict[int, int],
+    *,
+    mu: float = 0.3,
+    mean_new_tokens: float = float("inf"),
+    cost: CostModel = COST,
+) -> list[tuple[str, int]]:
+    loads, admission = loads_of(instances), Admission(lambda v: room.get(v, 0))
+    router = Waterfall(loads, admission, cost=cost, mu=mu, mean_new_tokens=mean_new_tokens)
+    return [(load.name, request.id) for request, load in route(router, Queue(levels(waiting)), admission)]
+
+
+models = st.sampled_from(
+    [COST, CostModel(k1=1e-6, k2=1e-3, k3=1e-3, k4=0.0, k5=1e-4), CostModel(k1=0.0, k2=0.0, k3=0.0, k4=1e-2, k5=0.0)]
+)
+
+
+@given(
+    instances=servers(slots=3),
+    waiting=requests(0, 12, slots=3),
+    room=rooms(),
+    mu=st.sampled_from([0.01, 0.3, 0.9, 1.0]),
+    mean_new_tokens=st.sampled_from([1.0, 300.0, float("inf")]),
+    cost=models,
+)
+def test_it_routes_as_the_papers_algorithm_does(
+    instances: list[InstanceSnapshot],
+    waiting: list[RequestView],
+    room: dict[int, int],
+    mu: float,
+    mean_new_tokens: float,
+    cost: CostModel,
+) -> None:
+    model = routing_strategy(cost, mu, system(instances), waiting, Staleness(dict(room)), 1.0 / mean_new_tokens)
+    assert routed(instances, waiting, room, mu=mu, mean_new_tokens=mean_new_tokens, cost=cost) == model
+
+
+def test_figure_12c_old_versions_first_then_where_it_gains_most() -> None:
+    """Three versions; the queue's levels go from the oldest V_traj to those that have none."""
+    long = [RequestView(id=900 + i, v_traj=0, tokens=90_000 // 30) for i in range(30)]
+    fleet = [server("old", 1), server("mid a", 2, long[:2]), server("mid b", 2, long[2:3]), server("new", 3)]
+    waiting = [
+        RequestView(id=0, sequence=0, v_traj=None, group=0, tokens=100),
+        RequestView(id=1, sequence=1, v_traj=2, tokens=100),
+        RequestView(id=2, sequence=2, v_traj=1, tokens=100),
+        RequestView(id=3, sequence=3, v_traj=3, tokens=100),
+    ]
+    # V_traj 1 first, on the oldest server; 2 on the less loaded of its version; 3 on the only one that is new enough;
+    # the one without V_traj may start on version 3 only.
+    assert routed(fleet, waiting, {3: 1}) == [("old", 2), ("mid b", 1), ("new", 3), ("new", 0)]
+    # The oldest server is loaded beyond μ: the waterfall goes on to the next version.
+    fleet[0] = server("old", 1, long)
+    assert routed(fleet, waiting, {3: 1}, mu=0.5)[0] == ("mid b", 2)
+
+
+def test_a_group_starts_once_and_its_members_may_go_to_newer_servers() -> None:
+    waiting = [RequestView(id=i, sequence=i, v_traj=None, group=7, tokens=100) for i in range(4)]
+    fleet = [server("a", 1, max_running=1), server("b", 2)]
+    assert routed(fleet, waiting, {1: 1, 2: 1}) == [("a", 0), ("b", 1), ("b", 2), ("b", 3)]
+    other = RequestView(id=9, sequence=9, v_traj=None, group=8, tokens=100)
+    assert routed(fleet, [*waiting, other], {1: 1, 2: 1})[4:] == []
+    assert routed(fleet, [*waiting, other], {1: 1, 2: 2})[4:] == [("b", 9)]
+
+
+def test_a_conversation_stays_where_its_prefix_is_until_that_costs_more_than_prefill() -> None:
+    """``b`` runs ten of 4,000 tokens: one more adds 52 tokens/s; 76 on an idle server, less what it prefills there."""
+    turn = RequestView(id=1, v_traj=0, tokens=4_000, home="b", prefix=3_990)
+    busy = [RequestView(id=900 + i, v_traj=0, tokens=4_000) for i in range(20)]
+    for load, mean, expected in ((10, 10.0, "b"), (10, 100.0, "a"), (10, float("inf"), "a"), (20, 10.0, "a")):
+        fleet = [server("a", 0), server("b", 0, busy[:load])]
+        assert routed(fleet, [turn], {}, mu=0.01, mean_new_tokens=mean) == [(expected, 1)], (load, mean)
+
+
+@given(
+    instances=servers(slots=3),
+    waiting=requests(0, 12, slots=3),
+    room=rooms(),
+    mu=st.sampled_from([0.3, 1.0]),
+    mean_new_tokens=st.sampled_from([1.0, 300.0, float("inf")]),
+)
+def test_what_waits_waits_for_staleness_or_for_servers_that_are_busy(
+    instances: list[InstanceSnapshot],
+    waiting: list[RequestView],
+    room: dict[int, int],
+    mu: float,
+    mean_new_tokens: float,
+) -> None:
+    """No server that runs nothing and may serve the first of those that wait: so μ never makes an idle fleet wait."""
+    loads, admission = loads_of(instances), Admission(lambda v: room.get(v, 0))
+    router = Waterfall(loads, admission, cost=COST, mu=mu, mean_new_tokens=mean_new_tokens)
+    gone = {request.id for request, _ in route(router, Queue(levels(waiting)), admission)}
+    left = [r for r in Queue(levels(waiting)) if r.id not in gone]
+    for load in loads if left else []:
+        assert not (
+            load.up
+            and load.running == 0
+            and load.max_tokens >= left[0].tokens
+            and admission.routable(left[0], load.version)
+        )
+
+
+@pytest.mark.parametrize("mu", [0.0, -1.0, 1.01])
+def test_a_threshold_that_could_make_all_wait_is_refused(mu: float) -> None:
+    with pytest.raises(ValueError, match="mu"):
+        Waterfall([], Admission(lambda v: 0), cost=COST, mu=mu, mean_new_tokens=1.0)
