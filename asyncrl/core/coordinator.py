@@ -214,6 +214,7 @@ class _Commands:
         self._pulls: list[str] = []
         self._interrupts: dict[str, dict[int, None]] = {}
         self._routes: dict[str, dict[int, None]] = {}
+        self._versions: dict[str, int] = {}
 
     def pull(self, load: Load) -> None:
         self._pulls.append(load.name)
@@ -227,10 +228,13 @@ class _Commands:
             del self._interrupts[load.name][request.id]
         else:
             self._routes.setdefault(load.name, {})[request.id] = None
+            self._versions[load.name] = load.version
 
     def all(self) -> list[Command]:
+        """Routes to old versions first: in this order the first of a group is the one that set its V_traj."""
+        routes = sorted(self._routes.items(), key=lambda item: self._versions[item[0]])
         return [
             *(Pull(instance=name) for name in self._pulls),
             *(Interrupt(instance=name, requests=tuple(ids)) for name, ids in self._interrupts.items() if ids),
-            *(Route(instance=name, requests=tuple(ids)) for name, ids in self._routes.items()),
+            *(Route(instance=name, requests=tuple(ids)) for name, ids in routes),
         ]
