@@ -9,6 +9,7 @@ import pytest
 
 from asyncrl.core.staleness import make_control
 from asyncrl.core.staleness.base import StalenessControl
+from asyncrl.core.staleness.buffers import StalenessBuffers
 from asyncrl.core.staleness.inflight_cap import InflightCap
 from asyncrl.core.staleness.queue import QueueDrop
 
@@ -18,7 +19,8 @@ EVENTS = 120
 
 @pytest.mark.parametrize("name", ["inflight_cap", "buffers", "queue_drop", "queue_max"])
 def test_certain_groups_are_in_the_very_next_batch(name: str) -> None:
-    """Random plays: servers lag, groups end in any order, some are released; the trainer waits, or has not asked."""
+    """Random plays: servers lag, groups end in any order, some are released, the bound moves; the trainer waits, or has
+    not asked."""
     early = 0
     for seed in range(PLAYS):
         rng = random.Random(f"{name} {seed}")
@@ -55,7 +57,7 @@ def play(control: StalenessControl, rng: random.Random, batch: int) -> int:
 
     waiting = False  # the trainer waits: from then on every change is followed by consume, and promises count
     for number in range(EVENTS):
-        match rng.choice(["reserve", "reserve", "occupy", "occupy", "occupy", "release", "servers", "ask"]):
+        match rng.choice(["reserve", "reserve", "occupy", "occupy", "occupy", "release", "servers", "ask", "bound"]):
             case "reserve" if control.admits(version):
                 control.reserve(number, version)
                 unfinished.add(number)
@@ -70,6 +72,8 @@ def play(control: StalenessControl, rng: random.Random, batch: int) -> int:
                 control.release(group)
             case "servers":
                 version = rng.randint(version, step)
+            case "bound" if isinstance(control, InflightCap | StalenessBuffers):
+                control.set_bound(rng.choice([0, 1, 1.5, 2, 3]))
             case "ask":
                 waiting = True
         if not waiting:

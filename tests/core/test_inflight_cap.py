@@ -25,6 +25,7 @@ class Live:
 
     id: int
     version: int
+    deadline: int
     finished: bool = False
 
 
@@ -33,6 +34,7 @@ class Model:
 
     def __init__(self, batch: int, alpha: Fraction, redundant: int) -> None:
         self.batch, self.alpha, self.redundant = batch, alpha, redundant
+        self.next_alpha = alpha
         self.step = 0
         self.groups: list[Live] = []
 
@@ -42,25 +44,22 @@ class Model:
         consumed_and_live = self.step * self.batch + len(self.groups)
         return consumed_and_live < math.floor((version + 1 + self.alpha) * self.batch) + self.redundant
 
-    def last_step(self, group: Live) -> int:
-        """Trained after this step, it would be staler than ⌈α⌉."""
-        return group.version + math.ceil(self.alpha)
-
     def consume(self) -> tuple[list[Live], list[Live]] | None:
         finished = [g for g in self.groups if g.finished]
         if len(finished) < self.batch:
             return None
         batch: list[Live] = []
-        while len(batch) < self.batch:  # the oldest version first; among equals the one that finished first
-            batch.append(min((g for g in finished if g not in batch), key=lambda g: g.version))
+        while len(batch) < self.batch:  # earliest deadline first; among equals the one that finished first
+            batch.append(min((g for g in finished if g not in batch), key=lambda g: g.deadline))
         left = [g for g in self.groups if g not in batch]
         for more in range(10):  # all that must be trained within so many further steps must fit into them
-            urgent = sum(self.last_step(g) <= self.step + more for g in left)
+            urgent = sum(g.deadline <= self.step + more for g in left)
             if urgent > more * self.batch + self.redundant:
                 return None
-        surplus = [g for g in left if self.last_step(g) <= self.step]
+        surplus = [g for g in left if g.deadline <= self.step]
         self.groups = [g for g in left if g not in surplus]
         self.step += 1
+        self.alpha = self.next_alpha
         return batch, surplus
 
 
@@ -75,6 +74,7 @@ class Interleavings(RuleBasedStateMachine):
         self.next_id = 0
         self.freed: list[int] = []
         self.total_staleness = 0
+        self.largest = Fraction(alpha)
 
     @rule()
     def update_servers(self) -> None:
@@ -90,7 +90,7 @@ class Interleavings(RuleBasedStateMachine):
         assert self.cap.admits(self.version) is admitted
         if admitted:
             self.cap.reserve(group_id, self.version)
-            self.model.groups.append(Live(group_id, self.version))
+            self.model.groups.append(Live(group_id, self.version, self.version + math.ceil(self.model.alpha)))
         else:
             self._refused(lambda: self.cap.reserve(group_id, self.version))
 
@@ -129,7 +129,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule()
     def consume(self) -> None:
-        step, batch, alpha = self.model.step, self.model.batch, self.model.alpha
+        step, batch = self.model.step, self.model.batch
         expected = self.model.consume()
         if expected is None:
             before = state(self.cap)
@@ -143,11 +143,19 @@ class Interleavings(RuleBasedStateMachine):
         assert sorted(got[1]) == sorted(g.id for g in surplus)
         self.freed += [g.id for g in taken + surplus]
         assert len(taken) == batch
-        assert all(0 <= step - g.version <= math.ceil(alpha) for g in taken)
+        assert all(g.version <= step <= g.deadline for g in taken)
         assert len(surplus) <= self.model.redundant
         self.total_staleness += sum(step - g.version for g in taken)
         if not self.model.redundant:
-            assert self.total_staleness <= alpha * batch * (step + 1), "the mean staleness of the run is above α"
+            assert self.total_staleness <= self.largest * batch * (step + 1), "the mean staleness is above α"
+
+    @rule(alpha=st.sampled_from(ALPHAS))
+    def set_bound(self, alpha: str) -> None:
+        """At once if it rises, with the next step if it falls."""
+        self.cap.set_bound(float(alpha))
+        self.model.next_alpha = Fraction(alpha)
+        self.model.alpha = max(self.model.alpha, self.model.next_alpha)
+        self.largest = max(self.largest, self.model.alpha)
 
     @rule(group_id=st.integers(-2, 40))
     def illegal_calls_change_nothing(self, group_id: int) -> None:
@@ -173,10 +181,12 @@ class Interleavings(RuleBasedStateMachine):
         assert snapshot.step == model.step
         assert snapshot.reserved == len(unfinished)
         assert snapshot.occupied == len(model.groups) - len(unfinished)
-        assert snapshot.due == sum(model.last_step(g) <= model.step for g in unfinished)
+        assert snapshot.due == sum(g.deadline <= model.step for g in unfinished)
         assert snapshot.capacity == math.floor((1 + model.alpha) * model.batch) + model.redundant
-        assert self.cap.live == len(model.groups) <= snapshot.capacity
-        assert self.cap.limit == math.ceil(model.alpha)
+        assert self.cap.live == len(model.groups)
+        assert self.cap.capacity == snapshot.capacity
+        assert self.cap.room(self.version) >= self.cap.admits(self.version)
+        assert self.cap.limit == math.ceil(self.largest)
 
     @invariant()
     def never_stuck(self) -> None:
@@ -306,3 +316,22 @@ def test_capacity_is_the_same_at_every_step_for_decimal_alphas(
 def test_impossible_settings_are_refused(batch: int, alpha: float, redundant: int) -> None:
     with pytest.raises(ValueError, match="need batch"):
         InflightCap(batch=batch, alpha=alpha, redundant=redundant)
+    with pytest.raises(ValueError, match="need alpha"):
+        InflightCap(batch=1, alpha=1).set_bound(-0.5)
+
+
+def test_a_lower_ratio_holds_from_the_next_step_on_and_leaves_groups_their_deadlines() -> None:
+    cap = InflightCap(batch=1, alpha=2)
+    for group in range(3):
+        cap.reserve(group, 0)
+    cap.set_bound(0)
+    assert cap.capacity == 3
+    cap.occupy(0)
+    assert cap.consume() == ([0], [])
+    assert (cap.capacity, cap.room(1)) == (1, 0), "two are still live"
+    cap.occupy(1)
+    cap.occupy(2)
+    assert cap.consume() == ([1], [])
+    assert cap.consume() == ([2], []), "with staleness 2, as it was promised"
+    cap.set_bound(1)
+    assert cap.room(3) == 2, "a higher one at once"

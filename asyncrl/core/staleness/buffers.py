@@ -49,6 +49,7 @@ that it was reserved with, and is neither late nor lost.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from enum import StrEnum
 from itertools import islice
@@ -114,12 +115,12 @@ class StalenessBuffers:
     def capacity(self) -> int:
         return (self._bound + 1) * self._entries
 
-    def set_bound(self, bound: int) -> None:
-        """The bound for what is reserved from now on; what is reserved already keeps its own."""
+    def set_bound(self, bound: float) -> None:
+        """⌊bound⌋ for what is reserved from now on; what is reserved already keeps its own."""
         if bound < 0:
             raise ValueError(f"need bound ≥ 0; got {bound}")
-        self._bound = bound
-        self._limit = max(self._limit, bound)
+        self._bound = math.floor(bound)
+        self._limit = max(self._limit, self._bound)
         self._open_buffers()
 
     def room(self, version: int) -> int:

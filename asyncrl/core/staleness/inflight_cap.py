@@ -32,6 +32,13 @@ Proof. What is before g at the consumption was live and before g now, or unfinis
 has no earlier deadline than g, versions not going back, and ends later. So fewer than c ≤ B are before it. It stays
 so: a group due earlier that ends goes from the second kind to the first, and a release lowers their number. ∎
 
+``set_bound`` changes α. A deadline is fixed at admission, so each group keeps the bound that it started with. The first
+proof takes α only from the admission at hand, and D(n, k) counts deadlines whatever α gave them: it holds as it stands.
+So does the second, with the largest α that was in force; more closely, what crosses the border after v is at most the α
+of the last admission on a version ≤ v. For the third, "no earlier deadline" could fail once ⌈α⌉ falls. So a lower α is
+in force only after the next consumption, and only groups due no later than one that started on the newest version seen
+are called certain: until that consumption, none that starts is due before them.
+
 α = 0: nothing starts beyond the current batch until the servers hold the new version. That is synchronous training.
 """
 
@@ -55,9 +62,11 @@ class InflightCap:
         if batch < 1 or alpha < 0 or redundant < 0:
             raise ValueError(f"need batch ≥ 1, alpha ≥ 0, redundant ≥ 0; got {batch}, {alpha}, {redundant}")
         self._batch = batch
-        # ⌊(v + 1 + α)·B⌋ = (v + 1)·B + ⌊αB⌋; α is decimal in a recipe, so 0.29 × 100 must give 29 at every version.
-        self._ahead = math.floor(alpha * batch + 1e-9)
-        self._slack = math.ceil(alpha)
+        self._limit = 0
+        self._use(alpha)
+        self._next_alpha = alpha
+        self._newest = step
+        """The newest version that a group started on."""
         self._redundant = redundant
         self._step = step
         self._reserved: dict[int, int] = {}
@@ -69,8 +78,8 @@ class InflightCap:
 
     @property
     def limit(self) -> int | None:
-        """⌈α⌉."""
-        return self._slack
+        """⌈α⌉ of the largest α that was ever in force."""
+        return self._limit
 
     @property
     def missing(self) -> int:
@@ -84,6 +93,14 @@ class InflightCap:
     def capacity(self) -> int:
         return self._batch + self._ahead + self._redundant
 
+    def set_bound(self, bound: float) -> None:
+        """α from now on if it rises; if it falls, from the next step on."""
+        if bound < 0:
+            raise ValueError(f"need alpha ≥ 0; got {bound}")
+        self._next_alpha = bound
+        if bound > self._alpha:
+            self._use(bound)
+
     def room(self, version: int) -> int:
         if version + self._slack < self._step:
             return 0
@@ -96,6 +113,7 @@ class InflightCap:
     def reserve(self, group_id: int, version: int) -> None:
         live = group_id in self._reserved or group_id in self._occupied
         check_reserve(group_id, version, step=self._step, admitted=self.admits(version), live=live)
+        self._newest = max(self._newest, version)
         deadline = version + self._slack
         self._reserved[group_id] = deadline
         self._pending_by_deadline[deadline] = self._pending_by_deadline.get(deadline, 0) + 1
@@ -124,6 +142,7 @@ class InflightCap:
         for group_id in surplus:
             self.release(group_id)
         self._step += 1
+        self._use(self._next_alpha)
         return batch, surplus
 
     def certain(self, count: int) -> list[int]:
@@ -134,7 +153,7 @@ class InflightCap:
             while seen < len(unfinished) and unfinished[seen][0] < self._occupied[group_id]:
                 earlier += unfinished[seen][1]
                 seen += 1
-            if len(certain) + earlier >= count:
+            if len(certain) + earlier >= count or self._occupied[group_id] > self._newest + self._slack:
                 break
             certain.append(group_id)
         return certain
@@ -147,6 +166,13 @@ class InflightCap:
             due=sum(n for deadline, n in self._pending_by_deadline.items() if deadline <= self._step),
             capacity=self.capacity,
         )
+
+    def _use(self, alpha: float) -> None:
+        self._alpha = alpha
+        # ⌊(v + 1 + α)·B⌋ = (v + 1)·B + ⌊αB⌋; α is decimal in a recipe, so 0.29 × 100 must give 29 at every version.
+        self._ahead = math.floor(alpha * self._batch + 1e-9)
+        self._slack = math.ceil(alpha)
+        self._limit = max(self._limit, self._slack)
 
     def _in_order(self) -> list[int]:
         """The finished groups by deadline, then as completed (sorting is stable)."""
