@@ -410,6 +410,7 @@ def copied(buffers: StalenessBuffers) -> StalenessBuffers:
     """``copy.deepcopy``, at a twentieth of its time."""
     twin = copy.copy(buffers)
     twin._reserved = dict(buffers._reserved)
+    twin._empty, twin._passed = list(buffers._empty), list(buffers._passed)
     twin._by_deadline = deque(map(dict, buffers._by_deadline))
     twin._occupied = deque(map(OrderedDict, buffers._occupied))
     twin._buffer = dict(buffers._buffer)

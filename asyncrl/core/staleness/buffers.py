@@ -35,8 +35,10 @@ buffers ≤ b. Thus in every prefix of the buffers the reserved entries are as f
 fills the rest from the front. ∎
 
 So the counts of every buffer are a function of two things: how many unfinished groups have each deadline, and how many
-groups are finished. Which unfinished group has which entry makes no difference, and is not held. Finished groups are
-held by buffer; one in buffer n stays there, so the first of them are ``certain``.
+groups are finished. Which unfinished group has which entry makes no difference, and is not held. Reserve passes full
+buffers on its way back from the deadline, and each counts it; deletion goes the same way back, for while a buffer was
+passed, a reserved entry before it may take the hole in it. Finished groups are held by buffer; one in buffer n stays
+there, so the first of them are ``certain``.
 
 **Theorem (no deadlock).** Some allowed action always leads to the next Consume.
 Proof. Let every unfinished group end. No entry is reserved then, so with B finished, buffer n is Ready; with fewer, a
@@ -80,7 +82,8 @@ class BufferView(Record, frozen=True, kw_only=True):
 class StalenessBuffers:
     """``batch`` groups a step, staleness at most ``bound``, ``redundant`` entries a buffer beyond the batch.
 
-    A call costs O(bound), but ``consume`` and ``certain``, which also pay for what they return.
+    A call costs O(bound) at most, in steps of some ten nanoseconds; ``consume`` and ``certain`` also pay for what they
+    return.
     """
 
     evicts = False
@@ -95,12 +98,18 @@ class StalenessBuffers:
         self._step = step
         self._reserved: dict[int, int] = {}
         """Unfinished group → deadline."""
-        self._by_deadline: deque[dict[int, None]] = deque({} for _ in range(bound + 1))
-        """By deadline less the step: the same groups, in order of reservation."""
-        self._occupied: deque[OrderedDict[int, int]] = deque(OrderedDict() for _ in range(bound + 1))
-        """By buffer less the step: finished group → deadline, in the order in which they came to the buffer."""
         self._buffer: dict[int, int] = {}
         """Finished group → buffer."""
+        # The buffers, from the earliest on. Index: buffer, or deadline, less the step.
+        self._empty: list[int] = []
+        """Entries that are empty."""
+        self._passed: list[int] = []
+        """Unfinished groups that this buffer is early enough for, and full: an earlier one has them."""
+        self._by_deadline: deque[dict[int, None]] = deque()
+        """Unfinished groups with this deadline, in order of reservation."""
+        self._occupied: deque[OrderedDict[int, int]] = deque()
+        """Finished group → deadline, in the order in which they came to this buffer."""
+        self._open_buffers()
 
     @property
     def limit(self) -> int | None:
@@ -125,7 +134,7 @@ class StalenessBuffers:
 
     def room(self, version: int) -> int:
         last = min(version, self._step) + self._bound - self._step
-        return sum(self._empty_entries()[: last + 1]) if last >= 0 else 0
+        return sum(self._empty[: last + 1]) if last >= 0 else 0
 
     def admits(self, version: int) -> bool:
         return self.room(version) > 0
@@ -135,7 +144,12 @@ class StalenessBuffers:
         check_reserve(group_id, version, step=self._step, admitted=self.admits(version), live=live)
         deadline = version + self._bound
         self._reserved[group_id] = deadline
-        self._by_deadline[deadline - self._step][group_id] = None
+        i = deadline - self._step
+        self._by_deadline[i][group_id] = None
+        while not self._empty[i]:
+            self._passed[i] += 1
+            i -= 1
+        self._empty[i] -= 1
 
     def occupy(self, group_id: int) -> dict[int, str]:
         deadline = self._leave_reserved(group_id)
@@ -145,6 +159,7 @@ class StalenessBuffers:
     def release(self, group_id: int) -> None:
         if (version := self._buffer.pop(group_id, None)) is not None:
             del self._occupied[version - self._step][group_id]
+            self._empty[version - self._step] += 1
         else:
             self._leave_reserved(group_id)
         self._pull_forward()
@@ -162,12 +177,13 @@ class StalenessBuffers:
         # Those with the earliest deadline are taken as the ones in this buffer: all that are due, and nobody is who
         # could have another entry.
         in_order = (group_id for groups in self._by_deadline for group_id in groups)
-        surplus = list(islice(in_order, self._reserved_entries()[0]))
+        surplus = list(islice(in_order, self._entries - len(occupied) - self._empty[0]))
         for group_id in surplus:
             self._leave_reserved(group_id)
         for group_id in occupied:
             del self._buffer[group_id]
         self._step += 1
+        del self._empty[0], self._passed[0]
         self._by_deadline.popleft()
         self._occupied.popleft()
         self._open_buffers()
@@ -184,12 +200,12 @@ class StalenessBuffers:
     def states(self) -> list[BufferView]:
         """Every buffer from the earliest on (§4.2, figure 7)."""
         views = []
-        for i, (reserved, empty) in enumerate(zip(self._reserved_entries(), self._empty_entries(), strict=True)):
-            occupied = len(self._occupied[i])
+        for i, (occupied, empty) in enumerate(zip(map(len, self._occupied), self._empty, strict=True)):
             if occupied >= self._batch:
                 state = BufferState.READY
             else:
                 state = BufferState.WAITING if empty else BufferState.STUCK
+            reserved = self._entries - occupied - empty
             views.append(BufferView(version=self._step + i, state=state, reserved=reserved, occupied=occupied))
         return views
 
@@ -202,30 +218,16 @@ class StalenessBuffers:
             capacity=self.capacity,
         )
 
-    def _reserved_entries(self) -> list[int]:
-        """How many entries of each buffer are reserved: every group as late as its deadline and the others allow."""
-        counts = [len(groups) for groups in self._by_deadline]
-        excess = 0
-        for i in range(len(counts) - 1, -1, -1):
-            wanted = counts[i] + excess
-            counts[i] = min(wanted, self._entries)
-            excess = wanted - counts[i]
-        return counts
-
-    def _empty_entries(self) -> list[int]:
-        """How many entries of each buffer are empty."""
-        return [
-            self._entries - reserved - len(occupied)
-            for reserved, occupied in zip(self._reserved_entries(), self._occupied, strict=True)
-        ]
-
     def _earliest_empty(self) -> int:
         """The buffer of the earliest empty entry; where there is none, one beyond the last."""
-        empty = self._empty_entries()
-        return self._step + next((i for i, count in enumerate(empty) if count), len(empty))
+        for version, empty in enumerate(self._empty, self._step):
+            if empty:
+                return version
+        return self._step + len(self._empty)
 
     def _place(self, group_id: int, deadline: int, version: int) -> None:
         self._occupied[version - self._step][group_id] = deadline
+        self._empty[version - self._step] -= 1
         self._buffer[group_id] = version
 
     def _pull_forward(self) -> None:
@@ -234,20 +236,29 @@ class StalenessBuffers:
         for i in range(hole - self._step + 1, len(self._occupied)):
             if self._occupied[i]:
                 group_id, deadline = self._occupied[i].popitem(last=False)
+                self._empty[i] += 1
                 self._place(group_id, deadline, hole)
                 hole = self._step + i
 
     def _open_buffers(self) -> None:
         """There is a buffer for every deadline up to the step's."""
-        while len(self._by_deadline) <= self._bound:
+        while len(self._empty) <= self._bound:
+            self._empty.append(self._entries)
+            self._passed.append(0)
             self._by_deadline.append({})
             self._occupied.append(OrderedDict())
 
     def _leave_reserved(self, group_id: int) -> int:
+        """Delete a reserved entry: the group's deadline."""
         deadline = self._reserved.pop(group_id, None)
         if deadline is None:
             raise StalenessViolation(f"group {group_id} is not reserved")
-        del self._by_deadline[deadline - self._step][group_id]
+        i = deadline - self._step
+        del self._by_deadline[i][group_id]
+        while self._passed[i]:  # a reserved entry of an earlier buffer moves here, and leaves a hole there
+            self._passed[i] -= 1
+            i -= 1
+        self._empty[i] += 1
         return deadline
 
     def __repr__(self) -> str:
