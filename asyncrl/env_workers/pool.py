@@ -50,6 +50,8 @@ STATUS_S = 2.0
 """How long the nursery may take to say how a worker ended."""
 MAX_RESTARTS = 3
 """Of the nursery: one that dies again and again has a cause that a restart does not mend."""
+REORDER_S = 0.01
+"""Pause before a worker is ordered again: the nursery has just died, or has too many orders before it."""
 RUN_OVER = "the run is over"
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """One thread a worker: processes are the parallelism, and a process with threads must not fork."""
@@ -353,6 +355,8 @@ class EnvProcesses:
                 await process.connect(ours)
                 return process
             ours.close()
+            del self._workers[number]
+            await asyncio.sleep(REORDER_S)
 
     def _order(self, kind: bytes, number: int, attached: socket.socket | None = None) -> bool:
         """Tell the nursery; False if it is gone."""
@@ -422,7 +426,7 @@ class EnvProcesses:
 def _settle(pending: _Pending, data: bytes) -> None:
     try:
         answer = decode_answer(data)
-    except msgspec.ValidationError as error:
+    except msgspec.DecodeError as error:
         _fail(pending, RemoteError(f"gave what cannot be used: {error}"))
         return
     if isinstance(answer, Raised):

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from asyncrl.build.env_watch import alarm
 from asyncrl.env import Action, EnvDown, Step, SyncEnv, Task
 from asyncrl.env_workers.pool import EnvProcesses, RemoteEnv
 from asyncrl.ports import RemoteError
@@ -370,6 +371,17 @@ async def test_workers_survive_the_death_of_the_process_that_forks_them_as_new_o
             await env.step(act("on"))
         envs.release(env, whole=False)
         assert (await begun(envs))[1] != pid
+
+
+async def test_a_worker_that_is_asked_of_a_nursery_just_dead_is_started_by_the_next(tmp_path: Path) -> None:
+    envs = pool(tmp_path, workers=2)
+    async with running(envs):
+        _, pid = await begun(envs)
+        nursery = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        os.kill(nursery, signal.SIGKILL)
+        time.sleep(0.2)  # so that nobody on the loop has heard of it
+        with alarm(SOON_S):
+            assert (await begun(envs))[1] != pid
 
 
 async def test_a_class_that_cannot_be_imported_in_the_workers_ends_the_run_with_the_reason(tmp_path: Path) -> None:
