@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from asyncrl.build.env_watch import Hang, Watched, alarm, left_behind
 from asyncrl.config import EnvConfig, RecipeError
 from asyncrl.core.types import Record
 from asyncrl.env import Action, Env, Task
-from asyncrl.env_workers.pool import EnvProcesses
+from asyncrl.env_workers.pool import EnvProcesses, RemoteEnv
 from asyncrl.loading import Environment, load_environment, load_tasks
 from asyncrl.runtime.env_source import BlockingEnv
 
@@ -39,6 +39,8 @@ WARM_UP = 2
 """Episodes before what is left behind is counted: caches fill in the first."""
 MEMORY_MB = 1.0
 """Growth an episode that is called a leak."""
+CANCEL_S = 0.05
+"""How far a step in a worker process has come when it is cancelled; one that takes less just ends."""
 OBEY_S = 5.0
 """How long a cancelled step, or what it leaves to close, may take."""
 
@@ -155,7 +157,7 @@ class _Check:
                 await self._in_workers(target, kwargs, *played[0])
             else:
                 await self._cancelled(*played[0])
-        if self._episodes and not self._ended:
+        if played and not self._ended:
             self._note(
                 "step",
                 f"no episode was done within {self._max_turns} turns",
@@ -169,8 +171,12 @@ class _Check:
         self._findings[key] = self._findings.get(key, 0) + 1
 
     def _note_all(self, where: str, findings: Iterable[Finding]) -> None:
-        for what, remedy in findings:
+        """``_Broken`` if there is any: who gave a wrong answer cannot be played on."""
+        found = list(findings)
+        for what, remedy in found:
             self._note(where, what, remedy)
+        if found:
+            raise _Broken
 
     def _new(self) -> Env:
         try:
@@ -206,6 +212,10 @@ class _Check:
                 self._raised(where, error, said)
         except Hang:
             self._note(where, f"held its thread for {self._timeout_s:g} s", "bound what it waits for")
+        except asyncio.CancelledError as error:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            self._raised(where, error, said)
         except (Exception, SystemExit) as error:
             self._raised(where, error, said)
         finally:
@@ -221,10 +231,7 @@ class _Check:
     async def _step(self, env: Env, action: Action) -> Any:
         step = await self._call("step", env.step(action), said=f" for the action {action.text!r:.40}")
         self._turns += 1
-        wrong = list(wrong_step(step))
-        self._note_all("step", wrong)
-        if not hasattr(step, "done"):
-            raise _Broken
+        self._note_all("step", wrong_step(step))
         return step
 
     async def _close(self, env: Env) -> None:
@@ -380,18 +387,35 @@ class _Check:
         )
         async with asyncio.TaskGroup() as group:
             running = group.create_task(workers.run())
-            env = await workers.acquire()
             try:
-                await env.reset(task)
-                for action in actions:
-                    if (await env.step(action)).done:
-                        break
+                async with _acquired(workers) as env:
+                    await env.reset(task)
+                    for action in actions:
+                        if (await env.step(action)).done:
+                            break
+                await self._cancelled_in_worker(workers, task, actions[0])
             except Exception as error:
                 self._note(
                     "worker process", str(error).split("\n", 1)[0], "what crosses is plain data; see the log above"
                 )
-            workers.release(env, whole=False)
             running.cancel()
+
+    async def _cancelled_in_worker(self, workers: EnvProcesses, task: Task, action: Action) -> None:
+        """A step that nobody waits for any more does not cost its process."""
+        async with _acquired(workers) as env:
+            await env.reset(task)
+            process = env.process
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CANCEL_S):
+                    await env.step(action)
+        async with _acquired(workers) as env:
+            await env.reset(task)  # its turn comes when the step has ended
+            if env.process is not process:
+                self._note(
+                    "step",
+                    "went on after it was cancelled, so that its worker process was killed",
+                    "let BaseException pass while it waits",
+                )
 
     async def _rewards(self, rounds: int) -> None:
         """A reward function: finite numbers for anything, twice the same."""
@@ -428,6 +452,15 @@ class _Check:
             if grown >= (MEMORY_MB if what == "MB of memory" else 1):
                 remedy = "free in close() what reset and step took, also after a failure"
                 self._note("close", f"leaves {grown:.3g} {what} behind an episode", remedy)
+
+
+@contextlib.asynccontextmanager
+async def _acquired(workers: EnvProcesses) -> AsyncIterator[RemoteEnv]:
+    env = await workers.acquire()
+    try:
+        yield env
+    finally:
+        workers.release(env, whole=False)
 
 
 def _bytes(answer: Any) -> bytes:

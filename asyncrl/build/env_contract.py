@@ -18,6 +18,13 @@ def wrong_observation(observation: Any, *, first: bool) -> Iterator[Finding]:
     if not isinstance(observation, Observation):
         yield f"gave {type(observation).__name__} as observation", "give text or an asyncrl.Observation"
         return
+    if not isinstance(observation.text, str):
+        yield f"gave {type(observation.text).__name__} as the observation's text", "text is a str"
+        return
+    for name, given in (("messages", observation.messages), ("tools", observation.tools)):
+        if not isinstance(given, (list, tuple)):
+            yield f"gave {type(given).__name__} as the observation's {name}", "give a list"
+            return
     if observation.text and observation.messages:
         yield "gave both text and messages", "give one of them"
     if not observation.text and not observation.messages:
@@ -56,7 +63,9 @@ def _wrong_tool(tool: Any) -> Iterator[Finding]:
     properties = schema.get("properties", {})
     if not isinstance(properties, Mapping) or not all(isinstance(p, Mapping) for p in properties.values()):
         yield f"tool {function['name']}: properties are no JSON schemas", 'write {"properties": {NAME: {"type": …}}}'
-    elif missing := [name for name in schema.get("required", ()) if name not in properties]:
+    elif not isinstance(required := schema.get("required", []), (list, tuple)):
+        yield f"tool {function['name']}: required is {type(required).__name__}", "list the names of properties"
+    elif missing := [name for name in required if name not in properties]:
         yield f"tool {function['name']}: requires {missing[0]!r}, which has no schema", "describe it in properties"
 
 
@@ -67,7 +76,10 @@ def wrong_step(step: Any) -> Iterator[Finding]:
     yield from wrong_reward(step.reward)
     if not isinstance(step.done, bool):
         yield f"gave {type(step.done).__name__} as done", "done is True or False"
-    for name, value in step.metrics.items():
+    metrics = step.metrics if isinstance(step.metrics, Mapping) else {}
+    if metrics is not step.metrics:
+        yield f"gave {type(step.metrics).__name__} as metrics", "give a dict of numbers"
+    for name, value in metrics.items():
         if not isinstance(value, (int, float)) or not math.isfinite(value):
             yield f"gave {value!r} as metric {name!r}", "metrics are finite numbers"
     if step.done is not True:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
+import signal
 import tempfile
 import time
 from typing import Any, ClassVar
@@ -144,6 +146,40 @@ class Stubborn(Sound):
 class NeedsRows(Sound):
     async def reset(self, task: Task) -> Any:
         return task.data["question"]
+
+
+class Mistyped(Sound):
+    """Each episode gives another thing of a wrong type."""
+
+    episodes = 0
+    observations: Any = (None, Observation(messages=5), Observation(text=5), Observation(text="?", tools="x"))
+
+    async def reset(self, task: Task) -> Any:
+        Mistyped.episodes += 1
+        return self.observations[Mistyped.episodes % 4]
+
+
+class Untyped(Sound):
+    async def step(self, action: Action) -> Any:
+        return Step(observation="?", reward="high", done=True, metrics=None)  # type: ignore[arg-type]
+
+
+class Cancels(Sound):
+    async def reset(self, task: Task) -> Any:
+        raise asyncio.CancelledError
+
+
+class Deaf(SoundSync):
+    """In a worker, it does not let itself be interrupted."""
+
+    cost = Cost()
+
+    def step(self, action: Action) -> Step:
+        ends = time.monotonic() + (2 if callable(signal.getsignal(signal.SIGUSR1)) else 0)
+        while time.monotonic() < ends:
+            with contextlib.suppress(BaseException):
+                time.sleep(0.01)
+        return Step(done=True)
 
 
 class Unsendable(SoundSync):

@@ -44,6 +44,13 @@ def test_nothing_is_wrong_with_what_is_sound(name: str) -> None:
         ("Together", "step", "an episode went another way with a second one beside it"),
         ("Stubborn", "step", "raised RuntimeError: clean-up failed"),
         ("NeedsRows", "reset", "raised KeyError: 'question'"),
+        ("Mistyped", "reset", "gave NoneType as observation"),
+        ("Mistyped", "reset", "gave int as the observation's messages"),
+        ("Mistyped", "reset", "gave int as the observation's text"),
+        ("Mistyped", "reset", "gave str as the observation's tools"),
+        ("Untyped", "step", "gave 'high' as the reward"),
+        ("Untyped", "step", "gave NoneType as metrics"),
+        ("Cancels", "reset", "raised CancelledError"),
         ("Unsendable", "worker process", "TypeError: object is no plain data"),
         ("fragile", "reward", "raised ZeroDivisionError: division by zero"),
         ("slow", "reward", "held the event loop for up to 1"),
@@ -59,6 +66,11 @@ def test_a_fault_is_named(name: str, where: str, what: str) -> None:
 def test_what_hangs_does_not_hang_the_check(name: str, what: str) -> None:
     findings = checked(name, timeout_s=0.2, episodes=1, actions=["x"]).findings
     assert any(text.startswith(what) for _, text, _ in findings)
+
+
+def test_a_blocking_step_that_does_not_let_itself_be_interrupted_is_named() -> None:
+    [(where, what, _)] = checked("Deaf", episodes=1).findings
+    assert (where, what) == ("step", "went on after it was cancelled, so that its worker process was killed")
 
 
 def test_rows_and_actions_are_the_users(tmp_path: Path) -> None:

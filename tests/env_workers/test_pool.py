@@ -379,7 +379,7 @@ async def test_a_worker_that_is_asked_of_a_nursery_just_dead_is_started_by_the_n
         _, pid = await begun(envs)
         nursery = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
         os.kill(nursery, signal.SIGKILL)
-        time.sleep(0.2)  # so that nobody on the loop has heard of it
+        time.sleep(0.2)  # noqa: ASYNC251 - so that nobody on the loop has heard of it
         with alarm(SOON_S):
             assert (await begun(envs))[1] != pid
 
