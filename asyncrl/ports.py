@@ -188,10 +188,10 @@ class Trainer(Protocol):
 
 class WeightTransport(Protocol):
     """Moves a version from the trainer to servers: ``prepare`` holds the trainer, ``arrive`` nobody, ``deliver`` the
-    servers, which are paused."""
+    servers, which are paused. Deliveries to different servers may run at once, but not beside ``prepare``."""
 
-    async def connect(self, engines: Sequence[Engine]) -> None:
-        """Make whatever channel is needed between the trainer and these servers."""
+    def forget(self) -> None:
+        """The trainer or a server was started again: no channel between them can be used any more."""
 
     async def prepare(self, version: int) -> None:
         """Take ``version`` from the trainer (gather, write), so that it may train on."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config import Recipe, RecipeError, Source, dumps, load, load_table, loads_json
+from asyncrl.config.load import under_preset
 from asyncrl.core.policy.presets import PRESETS
 
 
@@ -108,7 +109,7 @@ def test_an_override_that_is_no_assignment_is_refused(tmp_path: Path, text: str)
     [
         ({"nme": "x"}, "nme: unknown key; did you mean 'name'?"),
         ({"engine": {"cuont": 1}}, "engine.cuont: unknown key; did you mean 'count'?"),
-        ({"update": {"zzz": 1}}, "update.zzz: unknown key; known are overlap, running"),
+        ({"update": {"zzz": 1}}, "update.zzz: unknown key; known are overlap, running, synchronization"),
         ({"seed": "x"}, "seed: expected `int`, got `str`"),
         ({"run": {"steps": 2.5}}, "run.steps: expected `int`, got `float`"),
         ({"staleness": {"bound": True}}, "staleness.bound: expected `float`, got `bool`"),
@@ -118,14 +119,8 @@ def test_an_override_that_is_no_assignment_is_refused(tmp_path: Path, text: str)
         ({"rollout": 5}, "rollout: expected `table`, got `int`"),
         ({"engine": {"kind": "vllm"}}, "engine.kind: unknown 'vllm'; known are embedded, sglang"),
         ({"weights": {"transport": "usb"}}, "weights.transport: unknown 'usb'; known are disk, collective"),
-        (
-            {"preset": "roll"},
-            "preset: unknown 'roll'; known are sync, sync-naive, one-step, roll-flash, queue-drop, queue-max",
-        ),
-        (
-            {"preset": ["sync"]},
-            "preset: unknown ['sync']; known are sync, sync-naive, one-step, roll-flash, queue-drop, queue-max",
-        ),
+        ({"preset": "roll"}, f"preset: unknown 'roll'; known are {', '.join(PRESETS)}"),
+        ({"preset": ["sync"]}, f"preset: unknown ['sync']; known are {', '.join(PRESETS)}"),
     ],
 )
 def test_an_unknown_key_or_a_wrong_type_is_one_line_with_the_key(table: dict[str, Any], message: str) -> None:
@@ -246,6 +241,49 @@ def test_an_impossible_combination_names_both_sides(table: dict[str, Any], key: 
         load_table(table)
     assert line(error).startswith(f"{key}: ")
     assert also in line(error)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"staleness": {"bound": 1.5}}, "staleness.bound = 1.5: η of staleness buffers is a whole number"),
+        ({"update": {"running": "drain"}}, "update.running = drain: a server that pulls interrupts its requests"),
+        ({"update": {"overlap": False}}, "update.overlap = false: servers take weights at their own pace"),
+        ({"engine": {"mu": 0.0}}, "engine.mu = 0.0: is a share, more than 0 and at most 1"),
+        ({"engine": {"phi_wait": -1}}, "engine.phi_wait = -1: must be 0 or more"),
+        ({"engine": {"phi_throughput": 1.0}}, "engine.phi_throughput = 1.0: is how many times as fast"),
+        ({"staleness": {"control": "inflight_cap"}}, "engine.routing = waterfall: is the coordinator's; set"),
+        (
+            {"staleness": {"control": "inflight_cap"}, "engine": {"routing": "least_loaded"}},
+            "engine.migration = throughput: is the coordinator's; set",
+        ),
+        (
+            {"staleness": {"control": "queue_max"}, "engine": {"routing": "round_robin", "migration": "none"}},
+            "update.synchronization = selective: is the coordinator's; set",
+        ),
+    ],
+)
+def test_what_no_coordinator_can_do_and_what_only_one_can_is_one_line(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        load_table({"preset": "staleflow", **table})
+    assert line(error).startswith(message)
+
+
+@pytest.mark.parametrize("migration", ["none", "throughput"])
+@pytest.mark.parametrize("synchronization", ["all", "selective"])
+@pytest.mark.parametrize("routing", ["least_loaded", "waterfall"])
+def test_a_coordinator_s_strategies_go_together_as_one_likes(routing: str, synchronization: str, migration: str) -> None:
+    """StaleFlow figure 16's eight combinations."""
+    engine = {"routing": routing, "migration": migration}
+    recipe = load_table({"preset": "staleflow", "engine": engine, "update": {"synchronization": synchronization}})
+    assert recipe.coordinated and recipe.overlaps_update and recipe.staleness.limit == 1
+
+
+def test_another_preset_takes_back_what_the_recipe_s_own_has_set() -> None:
+    for first in PRESETS:
+        for preset in PRESETS:
+            changed, plain = under_preset(load_table({"preset": first}), preset), load_table({"preset": preset})
+            assert changed == plain, (first, preset)
 
 
 def test_the_edges_of_what_is_possible_are_accepted() -> None:
@@ -382,7 +420,7 @@ def test_what_a_simulation_cannot_do_is_one_line(table: dict[str, Any], message:
 
 @pytest.mark.parametrize(
     ("control", "bound", "limit"),
-    [("inflight_cap", 1.5, 2), ("inflight_cap", 0, 0), ("queue_max", 2.5, 2), ("queue_drop", 1, None)],
+    [("inflight_cap", 1.5, 2), ("inflight_cap", 0, 0), ("buffers", 2, 2), ("queue_max", 2.5, 2), ("queue_drop", 1, None)],
 )
 def test_the_limit_of_staleness_follows_from_its_control(control: str, bound: float, limit: int | None) -> None:
     assert load_table({"staleness": {"control": control, "bound": bound}}).staleness.limit == limit

@@ -11,19 +11,24 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.build.profile import cost_of
 from asyncrl.config import AlgorithmConfig, EnvConfig, Recipe, RecipeError
 from asyncrl.core.advantage import Advantage, Advantages
+from asyncrl.core.coordinator import Coordinator
+from asyncrl.core.policy.migration import Limits
 from asyncrl.core.policy.routing import ROUTING
 from asyncrl.core.staleness import make_control
 from asyncrl.core.types import Batch, Task
 from asyncrl.ports import Blocking, Engine, EnvSource, Observer, Tokenizer, WeightTransport
 from asyncrl.runtime.controller import AsyncController, Service
 from asyncrl.runtime.conversation import ChatTemplate
+from asyncrl.runtime.coordination import Coordination
 from asyncrl.runtime.env_manager import EnvManager, EpisodeLimits, EpisodePlayer, EpisodePlayers, Player
 from asyncrl.runtime.evaluation import Evaluator
 from asyncrl.runtime.gateway import Gateway
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.parameter_server import ParameterServer
+from asyncrl.runtime.pulls import PulledParameterServer
 from asyncrl.runtime.restarts import RestartingTrainer
 from asyncrl.runtime.reward import RewardFunction, Scorer
 from asyncrl.runtime.rollout import Rollout, RolloutPlayer
@@ -89,7 +94,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         )
     rng = random.Random(f"{recipe.seed}/proxy")
     proxy = LLMProxy(
-        route=ROUTING[recipe.engine.routing],
+        route=None if recipe.coordinated else ROUTING[recipe.engine.routing],
         observer=world.observer,
         context_length=context_length,
         stop_token_ids=world.tokenizer.eos_ids,
@@ -128,14 +133,36 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         rng=random.Random(f"{recipe.seed}/backoff"),
         total_groups=(recipe.run.steps - version) * rollout.batch_groups,
     )
-    parameters = ParameterServer(
-        proxy=proxy,
-        transport=world.transport,
-        trainer=world.trainer,
-        running=recipe.update.running,
-        observer=world.observer,
-        version=version,
-    )
+    services: list[Service] = []
+    parameters: ParameterServer
+    if recipe.coordinated:
+        pulled = PulledParameterServer(
+            proxy=proxy, transport=world.transport, trainer=world.trainer, observer=world.observer, version=version
+        )
+        coordination = Coordination(
+            coordinator=Coordinator(
+                routing=recipe.engine.routing,
+                synchronization=recipe.update.synchronization,
+                migration=recipe.engine.migration,
+                cost=cost_of(recipe.sim.instance),
+                mu=recipe.engine.mu,
+                limits=Limits(phi_wait=recipe.engine.phi_wait, phi_throughput=recipe.engine.phi_throughput),
+            ),
+            proxy=proxy,
+            parameters=pulled,
+            buffer=buffer,
+            observer=world.observer,
+        )
+        parameters, services = pulled, [coordination.run]
+    else:
+        parameters = ParameterServer(
+            proxy=proxy,
+            transport=world.transport,
+            trainer=world.trainer,
+            running=recipe.update.running,
+            observer=world.observer,
+            version=version,
+        )
     world.trainer.restage = parameters.restage
     failures = {
         name: FailureWindow(
@@ -191,7 +218,12 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         overlap=recipe.overlaps_update,
         streamed_groups=recipe.streamed_groups,
         eval_every=recipe.run.eval_every,
-        services=(*world.services, world.trainer.watch, *(played.envs.run for played in world.sources.values())),
+        services=(
+            *services,
+            *world.services,
+            world.trainer.watch,
+            *(played.envs.run for played in world.sources.values()),
+        ),
     )
     return Run(controller=controller, advantages=advantages, buffer=buffer, proxy=proxy, parameters=parameters)
 

@@ -107,7 +107,7 @@ def _phase(recipe: Recipe, before: Row, rows: Sequence[Row], tailness: float | N
     batch = recipe.batch_trajectories
     period = seconds / n
     expected = max(trained / n / (kept * seen.v_r), cycle_s)
-    if control.control == "inflight_cap":
+    if control.family == "inflight_cap":
         episode_s = seen.episodes * period * kept / batch
         guesses = (row["response/max"] / row["response/mean"] * episode_s for row in rows)
         longest = math.fsum(row.get("rollout/longest_s", guess) for row, guess in zip(rows, guesses, strict=True)) / n
@@ -120,7 +120,7 @@ def _phase(recipe: Recipe, before: Row, rows: Sequence[Row], tailness: float | N
         period=period,
         tokens_per_s=trained / seconds,
         expected_staleness=expected_staleness(
-            seen, control=control.control, bound=control.bound, queue=control.queue, batch=batch, slots=slots
+            seen, control=control.family, bound=control.bound, queue=control.queue, batch=batch, slots=slots
         ),
         expected_period=expected,
         expected_tokens_per_s=trained / n / expected,

@@ -78,7 +78,7 @@ def system_of(recipe: Recipe) -> System:
         speeds=sim.weights,
         transport=recipe.weights.transport if sim.weights.transport == "recipe" else sim.weights.transport,
         load_s=sim.instance.load_s,
-        control=recipe.staleness.control,
+        control=recipe.staleness.family,
         bound=recipe.staleness.bound,
         queue=recipe.staleness.queue,
         drain=recipe.update.running == "drain",
@@ -199,7 +199,9 @@ def _draw(
 def report(recipe: Recipe, system: System, work: Workload) -> Iterator[str]:
     p = predict(system, work)
     control = {
-        "inflight_cap": f"in-flight cap, α = {system.bound:g}",
+        "inflight_cap": f"staleness buffers, η = {system.bound:g}, taken as a cap"
+        if recipe.coordinated
+        else f"in-flight cap, α = {system.bound:g}",
         "queue_drop": f"queue-drop, {system.queue:g} batches",
         "queue_max": f"queue-max, at most {math.floor(system.bound)}",
     }[system.control]

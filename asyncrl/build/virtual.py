@@ -148,6 +148,8 @@ async def simulated(
         group_size=recipe.rollout.group_size,
         group_size_redundancy=recipe.rollout.group_size_redundancy,
         staleness=lambda: run.buffer.snapshot().staleness,
+        initial=lambda: run.buffer.snapshot().initial,
+        pulling=lambda name: next(i.pulling for i in run.proxy.instances if i.name == name),
         fleet=run.proxy.snapshot,
         open_envs=lambda: envs.open,
         parts=[run.buffer, run.proxy, trainer, *run.proxy.instances, *engines],

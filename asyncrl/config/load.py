@@ -69,7 +69,9 @@ def under_preset(recipe: Recipe, preset: str) -> Recipe:
     """The recipe with this preset's settings in place of its own. ``RecipeError``."""
     if preset not in PRESETS:
         raise RecipeError(f"preset: unknown {preset!r}; known are {', '.join(PRESETS)}")
-    table = _merge(msgspec.to_builtins(recipe), {**PRESETS[preset], "preset": preset})
+    defaults = msgspec.to_builtins(Recipe())
+    own = {table: {key: defaults[table][key] for key in row} for table, row in PRESETS[recipe.preset].items()}
+    table = _merge(_merge(msgspec.to_builtins(recipe), own), {**PRESETS[preset], "preset": preset})
     changed = msgspec.convert(table, Recipe)
     check(changed)
     return changed
@@ -267,6 +269,7 @@ def check(recipe: Recipe) -> None:
         r.group_size_redundancy,
         "needs separate requests for the members of a group; set rollout.expand_num_return_sequences = true",
     )
+    _check_coordination(recipe)
     share = recipe.run.eval_share
     _require(0 < share <= 1, "run.eval_share", share, "is a share, more than 0 and at most 1")
     _require(
@@ -279,6 +282,45 @@ def check(recipe: Recipe) -> None:
     )
     for name, source in recipe.mixture.items():
         _check_source(f"sources.{name}" if name else "env", source)
+
+
+def _check_coordination(recipe: Recipe) -> None:
+    engine, bound = recipe.engine, recipe.staleness.bound
+    if recipe.coordinated:
+        _require(bound == math.floor(bound), "staleness.bound", bound, "η of staleness buffers is a whole number")
+        _require(
+            recipe.update.running == "interrupt",
+            "update.running",
+            recipe.update.running,
+            'a server that pulls interrupts its requests; set it to "interrupt" for staleness.control = "buffers"',
+        )
+        _require(
+            recipe.update.overlap,
+            "update.overlap",
+            "false",
+            'servers take weights at their own pace; leave it out for staleness.control = "buffers"',
+        )
+        _require(0 < engine.mu <= 1, "engine.mu", engine.mu, "is a share, more than 0 and at most 1")
+        _require(engine.phi_wait >= 0, "engine.phi_wait", engine.phi_wait, "must be 0 or more")
+        _require(
+            math.isfinite(engine.phi_throughput) and engine.phi_throughput > 1,
+            "engine.phi_throughput",
+            engine.phi_throughput,
+            "is how many times as fast, more than 1",
+        )
+        return
+    needs = {
+        "engine.routing": engine.routing == "waterfall",
+        "engine.migration": engine.migration != "none",
+        "update.synchronization": recipe.update.synchronization != "all",
+    }
+    values = {
+        "engine.routing": engine.routing,
+        "engine.migration": engine.migration,
+        "update.synchronization": recipe.update.synchronization,
+    }
+    for key, broken in needs.items():
+        _require(not broken, key, values[key], 'is the coordinator\'s; set staleness.control = "buffers"')
 
 
 def _check_source(table: str, source: Source) -> None:

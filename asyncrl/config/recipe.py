@@ -143,12 +143,13 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
 
 
 class StalenessConfig(Section, frozen=True, kw_only=True):
-    control: Literal["inflight_cap", "queue_drop", "queue_max"] = "inflight_cap"
-    """``inflight_cap`` starts only what can be trained in time and wastes nothing. With ``queue_drop`` and
+    control: Literal["inflight_cap", "buffers", "queue_drop", "queue_max"] = "inflight_cap"
+    """``inflight_cap`` starts only what can be trained in time and wastes nothing; so do StaleFlow's ``buffers``, with
+    which a coordinator decides where each request runs and when each server takes new weights. With ``queue_drop`` and
     ``queue_max`` (Applied Compute) the servers never wait, and what the trainer is too slow for is dropped."""
     bound: float = 1.0
-    """α (ROLL Flash §4.3): how many versions older than the one being trained a sample's start may be. ``queue_max``
-    discards what is older; ``queue_drop`` has no bound."""
+    """α (ROLL Flash §4.3): how many versions older than the one being trained a sample's start may be. η of ``buffers``
+    (StaleFlow §4), a whole number. ``queue_max`` discards what is older; ``queue_drop`` has no bound."""
     queue: float = 1.0
     """Capacity of ``queue_drop``'s queue, in batches."""
 
@@ -158,10 +159,15 @@ class StalenessConfig(Section, frozen=True, kw_only=True):
         match self.control:
             case "inflight_cap":
                 return math.ceil(self.bound)
-            case "queue_max":
+            case "queue_max" | "buffers":
                 return math.floor(self.bound)
             case "queue_drop":
                 return None
+
+    @property
+    def family(self) -> Literal["inflight_cap", "queue_drop", "queue_max"]:
+        """As which the closed forms take it: buffers keep at most (1 + η) batches in flight, as a cap does."""
+        return "inflight_cap" if self.control == "buffers" else self.control
 
 
 class UpdateConfig(Section, frozen=True, kw_only=True):
@@ -169,7 +175,11 @@ class UpdateConfig(Section, frozen=True, kw_only=True):
     """What a weight update does to running requests: cut them and go on with their tokens, or let them end first."""
     overlap: bool = True
     """The next train step begins when the new weights are gathered, while the servers take them (StaleFlow figure 21).
-    Where groups of an older version may be trained: ``inflight_cap`` with a ``staleness.bound`` above 0."""
+    Where groups of an older version may be trained: ``inflight_cap`` with a ``staleness.bound`` above 0. With
+    ``buffers`` it is always so."""
+    synchronization: Literal["all", "selective"] = "all"
+    """With ``buffers``, which servers pull new weights (StaleFlow §5.3): each at once, or only those that may serve
+    nothing of what waits and would get some of it with new weights."""
 
 
 class EngineConfig(Section, frozen=True, kw_only=True):
@@ -196,7 +206,17 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     """KV cache of each server, in tokens."""
     stream_interval: int = 64
     """Tokens between two chunks of a stream: what a dying server can cost."""
-    routing: Literal["least_loaded", "prefix_affine", "round_robin"] = "least_loaded"
+    routing: Literal["least_loaded", "prefix_affine", "round_robin", "waterfall"] = "least_loaded"
+    """``waterfall`` (StaleFlow §5.3), for ``buffers``: the server whose throughput gains most, of the oldest version on
+    which it gains enough."""
+    mu: float = 0.3
+    """μ of ``waterfall``: what an idle server would gain, times this, is enough; with less the request waits."""
+    migration: Literal["none", "throughput"] = "none"
+    """With ``buffers``, whether running requests leave their server for others (StaleFlow §5.3): those that wait inside
+    it, beyond ``phi_wait``, and those of the fastest server where it is ``phi_throughput`` times as fast as the
+    slowest."""
+    phi_wait: int = 3
+    phi_throughput: float = 5.0
     connect_timeout_s: float = 300.0
     request_timeout_s: float = 600.0
     idle_timeout_s: float = 120.0
@@ -329,9 +349,16 @@ class Recipe(Section, frozen=True, kw_only=True):
         return {name: _source(config, self.task, self.env) for name, config in self.sources.items()}
 
     @property
+    def coordinated(self) -> bool:
+        """Whether a coordinator routes requests and has each server take new weights by itself."""
+        return self.staleness.control == "buffers"
+
+    @property
     def overlaps_update(self) -> bool:
         """Whether a train step may begin before the servers hold the version that it starts from."""
-        return self.update.overlap and self.staleness.control == "inflight_cap" and self.staleness.bound > 0
+        return self.coordinated or (
+            self.update.overlap and self.staleness.control == "inflight_cap" and self.staleness.bound > 0
+        )
 
     @property
     def checkpoint_every(self) -> int:

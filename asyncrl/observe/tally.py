@@ -109,7 +109,7 @@ class Tally(Observer):
         if (seen := observed(self._recent[0], mark, tailness=tailness, kept=kept or 1.0)) is not None:
             line["predicted/staleness"] = expected_staleness(
                 seen,
-                control=staleness.control,
+                control=staleness.family,
                 bound=staleness.bound,
                 queue=staleness.queue,
                 batch=self.recipe.batch_trajectories,

@@ -60,6 +60,7 @@ class Evaluator:
 
     async def whole(self) -> None:
         """With nothing else under way."""
+        await self._parameters.catch_up()
         if self._tasks:
             await self._play(self._parameters.version, pinned=False, concurrency=self._concurrency)
 

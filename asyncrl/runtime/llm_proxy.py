@@ -114,7 +114,8 @@ class LLMProxy:
         self._last_error = str(error)
         while instance.held:
             request = instance.held.pop()
-            self._queue(request.view).put(request, front=True)
+            if not request.given.done():
+                self._queue(request.view).put(request, front=True)
         self.unpin(instance)
         if instance.up:
             instance.up = False
@@ -125,7 +126,7 @@ class LLMProxy:
         self._trouble.set()
         self._assign()
 
-    def snapshot(self) -> FleetSnapshot:
+    def snapshot(self, newest: int = 0) -> FleetSnapshot:
         return FleetSnapshot(
             instances=tuple(i.snapshot() for i in self._instances),
             waiting=sum(
@@ -133,6 +134,7 @@ class LLMProxy:
                 for request in chain(self.waiting, self._evaluating, *(i.held for i in self._instances))
             ),
             suspended=self._suspended,
+            newest=newest,
             waiting_requests=self.waiting.levels,
             mean_new_tokens=self.generated / self._ended if self._ended else math.inf,
         )
@@ -335,10 +337,12 @@ class LLMProxy:
         """Room may have appeared on this server, for those that wait for it."""
         while instance.held and not self._suspended and not instance.pulling:
             request = instance.held[0]
-            if not request.given.done():
-                if not has_room(request.view, instance):
-                    return
+            if request.given.done():
+                instance.routed += 1
+            elif has_room(request.view, instance):
                 self._give(instance, request)
+            else:
+                return
             instance.held.popleft()
 
     def _give(self, instance: Instance, request: Request) -> None:

@@ -48,8 +48,6 @@ class ParameterServer:
         self._announced = self._prepared = version
         """Newest version that the transport was given, and that it can deliver."""
         self._lock = asyncio.Lock()
-        self._connected: list[str] = []
-        """Names of the servers that the transport's channel was made for."""
         self._unsure: set[str] = set()
         """Names of the servers that began to load weights and did not end it: they may hold some of two versions."""
 
@@ -135,17 +133,19 @@ class ParameterServer:
                     continue
                 try:
                     await instance.engine.pause()
-                    await self._connect([instance])
                     await self._load([instance], self._version)
                     self._proxy.set_version(instance, self._version)
                     await instance.engine.resume()
                 except (EngineError, TrainerDied) as error:
                     self._proxy.mark_down(instance, EngineError(f"{instance.name}: did not catch up: {error}"))
 
+    async def catch_up(self) -> None:
+        """Every server that is up holds the newest version when this returns: here always so between updates."""
+
     async def restage(self, version: int) -> None:
         """A trainer that was started again has reached ``version``: make good what the servers still need of the one
         before."""
-        self._connected = []
+        self._transport.forget()
         if version == self._prepared:
             await self._transport.prepare(version)
 
@@ -158,11 +158,11 @@ class ParameterServer:
                 info = await instance.engine.connect()
                 await instance.engine.pause()
                 if info.version != self._version or instance.name in self._unsure:
-                    version, up = self._prepared, [i for i in self._proxy.instances if i.up]
+                    version = self._prepared
                     staged = self._trainer.up and version == self._announced
-                    if not staged or (up and version > self._version):
+                    if not staged or (version > self._version and any(i.up for i in self._proxy.instances)):
                         return  # it is probed again
-                    await self._connect([*up, instance])
+                    self._transport.forget()
                     await self._load([instance], version)
                     self._version = version
                 await instance.engine.resume()
@@ -176,7 +176,6 @@ class ParameterServer:
         is set up anew without it (a collective cannot go on with a dead member)."""
         while instances:
             try:
-                await self._connect(instances)
                 await self._load(instances, version)
                 return instances
             except EngineError as failure:
@@ -198,9 +197,3 @@ class ParameterServer:
         self._unsure |= names
         await self._transport.deliver([instance.engine for instance in instances], version)
         self._unsure -= names
-
-    async def _connect(self, instances: list[Instance]) -> None:
-        names = sorted(i.name for i in instances)
-        if names != self._connected:
-            await self._transport.connect([i.engine for i in instances])
-            self._connected = names

@@ -3,7 +3,7 @@
     ledger      every trajectory is live or final once; the live ones are those of the groups that the buffer holds
     staleness   nothing is trained beyond the recipe's bound, nor before its time
     tokens      a response is the one that a server sampled: no token lost, repeated, or of another request
-    versions    of a trajectory never decrease; of a server only if it was down
+    versions    of a trajectory never decrease; of a server only if it was down; a server that pulls is given nothing
     answers     a trajectory ends once; steps follow one another
     capacity    at the end no server runs anything, nothing waits, no group is open, every environment is closed
     time        what lasts ends after it began, and not later than now
@@ -55,6 +55,10 @@ class Books(msgspec.Struct, kw_only=True):
     group_size_redundancy: int
     """Trajectories that a group may have beside ``group_size`` until it is complete."""
     staleness: Callable[[], StalenessSnapshot]
+    initial: Callable[[], int] = lambda: 0
+    """Groups that have begun and are not reserved yet."""
+    pulling: Callable[[str], bool] = lambda server: False
+    """Whether a server is being given weights on its own."""
     fleet: Callable[[], FleetSnapshot]
     open_envs: Callable[[], int]
     parts: Sequence[object]
@@ -63,10 +67,11 @@ class Books(msgspec.Struct, kw_only=True):
 class _Server:
     """What was last heard of a server."""
 
-    __slots__ = ("up", "version")
+    __slots__ = ("running", "up", "version")
 
     def __init__(self, version: int) -> None:
         self.version = version
+        self.running = 0
         self.up = True
 
 
@@ -128,7 +133,9 @@ class Checked(Observer):
             raise self._broken(f"{name} went back from version {known.version} to {version} without being down")
         if running < 0:
             raise self._broken(f"{name} runs {running} requests: a slot was given back twice")
-        known.version, known.up = version, up
+        if running > known.running and self.books is not None and self.books.pulling(name):
+            raise self._broken(f"{name} was given a request while it takes weights")
+        known.running, known.version, known.up = running, version, up
         self._inner.server(name, at, running, version, up)
 
     def span(self, track: str, name: str, start: float, end: float, args: Mapping[str, Any] = NO_ARGS) -> None:
@@ -160,9 +167,10 @@ class Checked(Observer):
         except LedgerError as error:
             raise self._broken(str(error)) from error
         live, staleness = len(books.ledger.live), books.staleness()
-        groups = staleness.reserved + staleness.occupied
+        unfinished = staleness.reserved + books.initial()
+        groups = unfinished + staleness.occupied
         extra = live - groups * books.group_size  # of unfinished groups, less what failed in them
-        if not 0 <= extra <= staleness.reserved * books.group_size_redundancy:
+        if not 0 <= extra <= unfinished * books.group_size_redundancy:
             raise self._broken(
                 f"{live} trajectories are live, but the buffer holds {groups} groups of {books.group_size}"
             )

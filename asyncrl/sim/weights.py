@@ -28,8 +28,8 @@ class SimTransport:
         self._arrived = trainer.version
         """Newest version that has come down the whole chain of relays."""
 
-    async def connect(self, engines: Sequence[Engine]) -> None:
-        await asyncio.sleep(0)
+    def forget(self) -> None:
+        """Nothing: channels are not simulated."""
 
     async def prepare(self, version: int) -> None:
         if self._transport == "collective":  # staging overwrites what was staged

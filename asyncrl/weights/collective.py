@@ -2,7 +2,7 @@
 
 ``prepare`` makes a copy in the trainer's memory, so that a version can be delivered at any time: also to a server that
 comes back while the next step runs. A group cannot lose or gain a member, so it is formed anew for each other set of
-servers, and after any failure.
+servers, and after any failure. Deliveries go one after another: the trainer sends to one group at a time.
 """
 
 from __future__ import annotations
@@ -43,9 +43,12 @@ class CollectiveTransport:
         self._formed = 0
         self._members: set[str] = set()
         """Names of the servers in the group, empty when there is no usable group."""
+        self._sending = asyncio.Lock()
 
-    async def connect(self, engines: Sequence[Engine]) -> None:
+    def forget(self) -> None:
         self._members = set()
+
+    async def _form(self, engines: Sequence[Engine]) -> None:
         self._formed += 1
         backend = self._trainer.info.backend if self._backend == "auto" else self._backend
         address, size, group = self._address, len(engines) + 1, self._group
@@ -55,7 +58,6 @@ class CollectiveTransport:
             self._trainer.join_group(),
             [engine.join_group(address, port, rank, size, group, backend) for rank, engine in enumerate(engines, 1)],
         )
-        self._members = {engine.name for engine in engines}
 
     async def prepare(self, version: int) -> None:
         await self._trainer.publish(version, "stage")
@@ -64,19 +66,20 @@ class CollectiveTransport:
         """It goes straight from the trainer's memory into the servers'."""
 
     async def deliver(self, engines: Sequence[Engine], version: int) -> None:
-        names = {engine.name for engine in engines}
-        if names != self._members:
-            await self.connect(engines)
-        self._members = set()  # until it has gone well
-        info = self._trainer.info
-        await self._together(
-            self._trainer.publish(version, "collective"),
-            [
-                e.load_from_group(info.names, info.dtypes, info.shapes, self._group, version, info.checksums)
-                for e in engines
-            ],
-        )
-        self._members = names
+        async with self._sending:
+            names = {engine.name for engine in engines}
+            formed, self._members = self._members == names, set()  # until it has gone well
+            if not formed:
+                await self._form(engines)
+            info = self._trainer.info
+            await self._together(
+                self._trainer.publish(version, "collective"),
+                [
+                    e.load_from_group(info.names, info.dtypes, info.shapes, self._group, version, info.checksums)
+                    for e in engines
+                ],
+            )
+            self._members = names
 
     async def close(self) -> None:
         """The group ends with its processes."""

@@ -32,8 +32,8 @@ class DiskTransport:
         """The version that was written last: a trainer that was started again need not write it anew, perhaps under the
         hands of a server that loads it."""
 
-    async def connect(self, engines: Sequence[Engine]) -> None:
-        """Nothing to make: the folder is the channel."""
+    def forget(self) -> None:
+        """Nothing: the folder is the channel."""
 
     async def prepare(self, version: int) -> None:
         if version != self._written:

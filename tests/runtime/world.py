@@ -107,7 +107,29 @@ def random_recipe(seed: int, **tables: Any) -> Recipe:
     return recipe(**{**drawn, **{name: _over(drawn.get(name), value) for name, value in tables.items()}})
 
 
+def coordinated_recipe(seed: int, **tables: Any) -> Recipe:
+    """The same with staleness buffers and a coordinator, whose settings are drawn too."""
+    rng = random.Random(f"coordinated {seed}")
+    drawn: dict[str, Any] = {
+        "preset": "staleflow",
+        "staleness": {"control": "buffers", "bound": rng.choice([0, 1, 1, 2, 3])},
+        "update": {"running": "interrupt", "synchronization": rng.choice(["all", "selective", "selective"])},
+        "engine": {
+            "count": rng.randint(1, 4),
+            "routing": rng.choice(["waterfall", "waterfall", "least_loaded", "prefix_affine", "round_robin"]),
+            "max_total_tokens": rng.choice([400, 600, 1000]),
+            "mu": rng.choice([0.05, 0.3, 0.7, 1.0]),
+            "migration": rng.choice(["none", "throughput", "throughput"]),
+            "phi_wait": rng.choice([0, 1, 3]),
+            "phi_throughput": rng.choice([1.1, 2.0, 5.0]),
+        },
+    }
+    return random_recipe(seed, **{name: _over(drawn.get(name), tables.get(name)) for name in {**drawn, **tables}})
+
+
 def _over(below: Any, above: Any) -> Any:
+    if above is None:
+        return below
     return {**below, **above} if isinstance(below, dict) and isinstance(above, dict) else above
 
 

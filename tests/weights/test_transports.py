@@ -126,7 +126,6 @@ async def test_disk_writes_before_the_pause_and_loads_in_it(
     trainer: PlayedTrainer, servers: list[PlayedServer], tmp_path: Path
 ) -> None:
     transport: WeightTransport = DiskTransport(trainer, tmp_path)
-    await transport.connect(as_engines(servers))
     await transport.prepare(3)
     assert trainer.log == [f"publish 3 disk {tmp_path}/v3"]
     assert not any(server.held for server in servers)
@@ -157,7 +156,6 @@ async def test_all_members_meet_in_one_group_with_the_trainer_as_rank_0(
     trainer: PlayedTrainer, servers: list[PlayedServer]
 ) -> None:
     transport: WeightTransport = collective(trainer)
-    await transport.connect(as_engines(servers))
     await transport.prepare(1)
     await transport.deliver(as_engines(servers), 1)
     assert trainer.log == ["open 10.0.0.1 for 4 gloo", "publish 1 stage", "publish 1 collective"]
@@ -181,7 +179,7 @@ async def test_after_a_failed_delivery_the_group_is_not_used_again(
     trainer: PlayedTrainer, servers: list[PlayedServer]
 ) -> None:
     transport = collective(trainer)
-    await transport.connect(as_engines(servers))
+    await transport.deliver(as_engines(servers), 0)
     first = servers[0].group
     servers[1].fails = EngineError("s1: gone")
     with pytest.raises(EngineError, match="s1: gone"):
@@ -196,7 +194,7 @@ async def test_a_dead_trainer_is_told_from_the_servers_that_lost_it(
     trainer: PlayedTrainer, servers: list[PlayedServer]
 ) -> None:
     transport = collective(trainer)
-    await transport.connect(as_engines(servers))
+    await transport.deliver(as_engines(servers), 0)
     trainer.alive, trainer.fails = False, TrainerError("trainer: the job ended")
     with pytest.raises(TrainerError, match="the job ended"):
         await transport.deliver(as_engines(servers), 1)
@@ -210,7 +208,7 @@ async def test_servers_are_not_asked_to_join_a_trainer_that_does_not_listen(
     for server in servers:
         server.fails = EngineError("was asked")
     with pytest.raises(TrainerDied):
-        await collective(trainer).connect(as_engines(servers))
+        await collective(trainer).deliver(as_engines(servers), 1)
 
 
 async def test_a_refusal_by_the_trainer_alone_is_reported_as_such(

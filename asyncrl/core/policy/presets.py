@@ -31,6 +31,13 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "update": {"running": "interrupt"},
         "engine": {"routing": "prefix_affine"},
     },
+    # StaleFlow §4, §5: a place for every group from its first token on; a coordinator that sends each request where it
+    # helps most, moves requests between servers, and has each server take new weights when that lets new work in.
+    "staleflow": {
+        "staleness": {"control": "buffers", "bound": 1.0},
+        "update": {"running": "interrupt", "overlap": True, "synchronization": "selective"},
+        "engine": {"routing": "waterfall", "migration": "throughput"},
+    },
     # The staleness paper: servers never wait, weights come in flight, and a full queue drops its oldest group; a queue
     # of one batch is what it recommends.
     "queue-drop": {

@@ -1,0 +1,139 @@
+"""Coordination: carries out what the coordinator decides about the fleet (StaleFlow §5.2).
+
+One round is a snapshot, ``Coordinator.plan`` and the start of its commands, in one synchronous step: nothing can
+change in between. A Route takes effect at once, in the proxy's books; Pull and Interrupt take as long as the servers
+need, each beside the others, and the books show when they have been carried out.
+
+    run()    waits for: something to decide     woken by: touch()
+    touch()  a request came, went or was cut; room, a version or a server appeared; the control admits more; a server's
+             KV cache fills up. All that happens within one turn of the loop makes one round.
+
+A server's own queue is the one thing that the proxy's books do not have: who waits there because the KV cache is full
+(preemption). So a server is asked for it, and only while its books say that the cache is nearly full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+
+from asyncrl.core.commands import Interrupt, Pull, Route
+from asyncrl.core.coordinator import Coordinator
+from asyncrl.ports import EngineError, Observer
+from asyncrl.runtime.instance import Instance
+from asyncrl.runtime.llm_proxy import LLMProxy
+from asyncrl.runtime.pulls import PulledParameterServer
+from asyncrl.runtime.sample_buffer import SampleBuffer
+from asyncrl.runtime.trajectory_server import Request
+
+NEARLY_FULL = 0.9
+"""Share of the KV cache, by the proxy's books, from which on a server is asked who waits."""
+ASK_AGAIN = 0.01
+"""What must be generated since the last answer, as a share of the cache, before it is asked again."""
+
+
+class Coordination:
+    def __init__(
+        self,
+        *,
+        coordinator: Coordinator,
+        proxy: LLMProxy,
+        parameters: PulledParameterServer,
+        buffer: SampleBuffer,
+        observer: Observer,
+    ) -> None:
+        self._coordinator = coordinator
+        self._proxy = proxy
+        self._parameters = parameters
+        self._buffer = buffer
+        self._observer = observer
+        self._something = asyncio.Event()
+        proxy.on_change = buffer.on_change = self.touch
+
+    def touch(self) -> None:
+        self._something.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as under_way:
+            while True:
+                await self._something.wait()
+                self._something.clear()
+                self._round(under_way)
+
+    def _round(self, under_way: asyncio.TaskGroup) -> None:
+        instances = {i.name: i for i in self._proxy.instances}
+        for instance in instances.values():
+            if self._wants_load(instance):
+                under_way.create_task(self._ask(instance))
+        newest = self._parameters.version
+        for command in self._coordinator.plan(self._proxy.snapshot(newest), self._buffer.room):
+            instance = instances[command.instance]
+            match command:
+                case Pull():
+                    instance.pulling = True
+                    under_way.create_task(self._parameters.pull(instance))
+                case Interrupt(requests=numbers):
+                    running = [number for number in numbers if number in instance.requests]
+                    instance.interrupted += len(numbers) - len(running)
+                    instance.cutting.update(running)
+                    under_way.create_task(self._interrupt(running, instance))
+                case Route(requests=numbers):
+                    self._route(numbers, instance, newest if instance.pulling else instance.version)
+
+    def _route(self, numbers: Sequence[int], instance: Instance, version: int) -> None:
+        """Give waiting requests to a server that holds ``version``, or will when it has pulled. One that is still being
+        interrupted goes when it is back."""
+        waiting, fleet = self._proxy.waiting, self._proxy.instances
+        for number in numbers:
+            request = waiting.get(number)
+            if request is None and any(number in i.cutting or (i.pulling and number in i.requests) for i in fleet):
+                waiting.promise(number, instance)
+            elif request is None or request.given.done() or not self._starts(request, version):
+                instance.routed += 1  # it has gone, or its group may not start: the command is done with
+            else:
+                waiting.remove(request)
+                self._proxy.hand(request, instance)
+
+    def _starts(self, request: Request, version: int) -> bool:
+        """The group of the request has a V_traj, or is given one now."""
+        start = request.start
+        if start.v_traj is None:
+            if not self._buffer.assign(start.group_id, version):
+                return False
+            self._proxy.waiting.assigned(start)
+        return True
+
+    async def _interrupt(self, numbers: Sequence[int], instance: Instance) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            async with asyncio.TaskGroup() as calls:
+                for number in numbers:
+                    calls.create_task(instance.engine.abort(instance.rids.get(number, "")))
+        except* EngineError as errors:
+            self._proxy.mark_down(instance, errors.exceptions[0])
+        self._observer.span(instance.name, "migrate", began, loop.time(), {"requests": len(numbers)})
+
+    def _wants_load(self, instance: Instance) -> bool:
+        """Also sets from when on it will want it next."""
+        full = NEARLY_FULL * instance.max_tokens
+        if instance.tokens <= full or not instance.up or instance.pulling:
+            instance.queued = 0
+            instance.attention_at = full
+            return False
+        if instance.tokens <= instance.attention_at:
+            return False
+        instance.attention_at = math.inf  # until it has answered
+        return True
+
+    async def _ask(self, instance: Instance) -> None:
+        try:
+            load = await instance.engine.load()
+        except EngineError:  # whoever it fails for next says so
+            load = None
+        instance.attention_at = instance.tokens + ASK_AGAIN * instance.max_tokens
+        if load is not None and load.waiting != instance.queued:
+            instance.queued = load.waiting
+            self.touch()
