@@ -54,11 +54,11 @@ def test_each_layer_wins_over_the_one_below(tmp_path: Path) -> None:
 
 
 def test_a_recipe_wins_over_its_preset_wherever_the_preset_is_named(tmp_path: Path) -> None:
-    recipe = write(tmp_path, "[staleness]\nbound = 3.5")
+    recipe = write(tmp_path, "[staleness]\nbound = 3.0")
     for preset, rows in PRESETS.items():
         got = load(recipe, overrides=[f"preset={preset}"])
         assert got.preset == preset
-        assert got.staleness.bound == 3.5
+        assert got.staleness.bound == 3.0
         assert got.update.running == rows["update"]["running"]
         assert got.engine.routing == rows["engine"]["routing"]
 
@@ -272,7 +272,9 @@ def test_what_no_coordinator_can_do_and_what_only_one_can_is_one_line(table: dic
 @pytest.mark.parametrize("migration", ["none", "throughput"])
 @pytest.mark.parametrize("synchronization", ["all", "selective"])
 @pytest.mark.parametrize("routing", ["least_loaded", "waterfall"])
-def test_a_coordinator_s_strategies_go_together_as_one_likes(routing: str, synchronization: str, migration: str) -> None:
+def test_a_coordinator_s_strategies_go_together_as_one_likes(
+    routing: str, synchronization: str, migration: str
+) -> None:
     """StaleFlow figure 16's eight combinations."""
     engine = {"routing": routing, "migration": migration}
     recipe = load_table({"preset": "staleflow", "engine": engine, "update": {"synchronization": synchronization}})
@@ -420,7 +422,13 @@ def test_what_a_simulation_cannot_do_is_one_line(table: dict[str, Any], message:
 
 @pytest.mark.parametrize(
     ("control", "bound", "limit"),
-    [("inflight_cap", 1.5, 2), ("inflight_cap", 0, 0), ("buffers", 2, 2), ("queue_max", 2.5, 2), ("queue_drop", 1, None)],
+    [
+        ("inflight_cap", 1.5, 2),
+        ("inflight_cap", 0, 0),
+        ("buffers", 2, 2),
+        ("queue_max", 2.5, 2),
+        ("queue_drop", 1, None),
+    ],
 )
 def test_the_limit_of_staleness_follows_from_its_control(control: str, bound: float, limit: int | None) -> None:
     assert load_table({"staleness": {"control": control, "bound": bound}}).staleness.limit == limit

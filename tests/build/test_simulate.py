@@ -50,6 +50,7 @@ VARIANTS: list[dict[str, Any]] = [
      "sim": {"instance": {"chunked_prefill": 64}}},
     {"preset": "queue-drop", "trainer": {"stream": True, "micro_batch_tokens": 500}},
     {"preset": "queue-max"},
+    {"preset": "staleflow"},
     {"preset": "roll-flash", "env": {"max_turns": 1}, "rollout": {"expand_num_return_sequences": False}},
     {"preset": "sync", "env": {"max_turns": 1}, "rollout": {"queue_scheduling": False},
      "engine": {"routing": "round_robin"}},
@@ -57,7 +58,7 @@ VARIANTS: list[dict[str, Any]] = [
      "trainer": {"stream": True, "micro_batch_tokens": 500}},
 ]  # fmt: skip
 SEEDS = 100
-"""Of each variant: a thousand runs in all."""
+"""Of each variant: more than a thousand runs in all."""
 
 
 def table(*changes: dict[str, Any]) -> dict[str, Any]:

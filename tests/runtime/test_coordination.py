@@ -14,9 +14,10 @@ import pytest
 
 from asyncrl.build.virtual import Simulation
 from asyncrl.runtime.llm_proxy import LLMProxy
+from asyncrl.sim.invariants import InvariantViolation
 
 from .test_faults import SHORT
-from .world import check_laws, coordinated_recipe, play, recipe, started
+from .world import cancelled_at, check_laws, coordinated_recipe, play, recipe, started
 
 SEEDS = int(os.environ.get("ASYNCRL_SEEDS", "100"))
 FAULTS = {"random_faults": 12, "random_within_s": 60.0, "stall_s": 2e4}
@@ -42,3 +43,118 @@ def versions(simulation: Simulation) -> list[tuple[float, dict[str, int]]]:
 def test_laws_hold_for_any_settings_and_any_faults(seed: int) -> None:
     settings = coordinated_recipe(seed, engine=SHORT, sim=FAULTS)
     check_laws(settings, play(settings))
+
+
+@pytest.mark.parametrize("seed", [3, 17])
+def test_a_run_gives_the_same_trace_again(seed: int) -> None:
+    settings = coordinated_recipe(seed, engine=SHORT, sim={"random_faults": 30, "random_within_s": 60.0})
+    events = play(settings).trace.events
+    assert play(settings).trace.events == events
+
+
+BUSY = {
+    "preset": "staleflow",
+    "env": {"max_turns": 1},
+    "rollout": {"batch_groups": 3, "num_envs": 24},
+    "engine": {"count": 3, "max_running_requests": 6},
+    "run": {"steps": 8},
+}
+"""Servers of which each would lose by a pull what the others do not."""
+
+
+def busy(**tables: Any) -> Any:
+    merged = {
+        name: {**value, **tables.pop(name, {})} if isinstance(value, dict) else value for name, value in BUSY.items()
+    }
+    return recipe(**merged, **tables)
+
+
+def test_servers_hold_several_versions_at_once_and_pull_one_by_one() -> None:
+    settings = busy(staleness={"bound": 3}, sim={"lengths": {"kind": "lognormal", "mean": 300, "tailness": 77}})
+    simulation = play(settings)
+    check_laws(settings, simulation)
+    assert max(len(set(held.values())) for _, held in versions(simulation)) >= 2
+    assert {track for track, *_ in spans(simulation, "update")} == {"server 0", "server 1", "server 2"}
+    assert Counter(v for b in simulation.trace.batches for v in b.staleness).keys() <= {0, 1, 2, 3}
+
+
+def test_the_trainer_may_be_more_than_one_version_ahead_of_every_server() -> None:
+    """With η = 3 what was begun on version 0 is trained up to step 3; nothing needs newer weights before."""
+    settings = busy(staleness={"bound": 3}, engine={"count": 1, "max_running_requests": 24, "max_total_tokens": 10**5})
+    ahead = 0
+
+    async def watch(simulation: Simulation) -> None:
+        nonlocal ahead
+        while True:
+            ahead = max(ahead, simulation.run.parameters.version - simulation.engines[0].version)
+            await asyncio.sleep(0.05)
+
+    simulation = play(settings, watch)
+    check_laws(settings, simulation)
+    assert ahead >= 2
+
+
+def test_a_pull_that_fails_takes_one_server_out_and_the_others_go_on() -> None:
+    settings = busy(engine={"count": 2})
+
+    async def spoil(simulation: Simulation) -> None:
+        simulation.engines[0].corrupt_weights()
+
+    simulation = play(settings, spoil)
+    check_laws(settings, simulation)
+    downs = [(e[1], dict(e[4])["error"]) for e in simulation.trace.events if e[0] == "instant" and e[2] == "down"]
+    assert [name for name, _ in downs] == ["server 0"]
+    assert "did not pull version" in downs[0][1] and "checksums" in downs[0][1]
+    assert simulation.engines[0].version == settings.run.steps, "it came back and caught up"
+
+
+def test_requests_migrate_with_their_tokens_and_the_trace_shows_it() -> None:
+    """The check of sim/invariants.py counts the tokens of each response."""
+    settings = busy(
+        engine={"phi_wait": 0, "phi_throughput": 1.1, "mu": 0.05, "max_total_tokens": 400},
+        sim={"lengths": {"kind": "lognormal", "mean": 300, "tailness": 77}},
+    )
+    simulation = play(settings)
+    check_laws(settings, simulation)
+    assert sum(args["requests"] for *_, args in spans(simulation, "migrate")) > 0
+    cut = [e for e in simulation.trace.events if e[0] == "trajectory"]
+    assert cut
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_evaluation_beside_training_is_of_one_version_and_the_last_of_the_last(count: int) -> None:
+    settings = busy(engine={"count": count}, run={"eval_every": 2}, sim={"heldout": 6})
+    simulation = play(settings)
+    check_laws(settings, simulation)
+    evaluated = [e[1] for e in simulation.trace.events if e[0] == "eval"]
+    assert evaluated[0] == 0 and evaluated[-1] == settings.run.steps
+    assert len(evaluated) > 2
+
+
+def test_at_the_end_every_server_has_the_last_version() -> None:
+    simulation = play(busy())
+    assert {engine.version for engine in simulation.engines} == {8}
+
+
+def test_a_server_that_pulls_is_given_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The law that the simulation checks can be broken: without the proxy's care it is."""
+
+    def careless(self: LLMProxy, request: Any, instance: Any) -> None:
+        self._give(instance, request)
+
+    monkeypatch.setattr(LLMProxy, "hand", careless)
+    with pytest.raises(InvariantViolation, match="was given a request while it takes weights"):
+        play(busy())
+
+
+def test_cancelled_at_any_moment_the_run_leaves_nothing_behind() -> None:
+    settings = busy(run={"steps": 3}, engine={"count": 2})
+    for turn in range(1, 4000, 7):
+        simulations: list[Simulation] = []
+        hit = cancelled_at(turn, started(settings, simulations))
+        if simulations:
+            simulations[0].run.buffer.ledger.check_balanced()
+            simulations[0].checked.check_end()
+        if not hit:
+            break
+    assert turn > 200

@@ -158,7 +158,7 @@ async def test_all_members_meet_in_one_group_with_the_trainer_as_rank_0(
     transport: WeightTransport = collective(trainer)
     await transport.prepare(1)
     await transport.deliver(as_engines(servers), 1)
-    assert trainer.log == ["open 10.0.0.1 for 4 gloo", "publish 1 stage", "publish 1 collective"]
+    assert trainer.log == ["publish 1 stage", "open 10.0.0.1 for 4 gloo", "publish 1 collective"]
     assert [server.rank for server in servers] == [1, 2, 3]
     assert all(server.held == (("a", "b"), 1) for server in servers)
 
