@@ -35,6 +35,11 @@ class Observed(Record, frozen=True, kw_only=True):
         return self.kept * self.v_r / self.v_t
 
 
+def admission_limits(s: Observed, *, slots: int) -> bool:
+    """Were some of ``slots`` episodes empty? Nothing but the staleness control keeps them so."""
+    return s.episodes < 0.95 * slots
+
+
 def expected_staleness(s: Observed, *, control: Control, bound: float, queue: float, batch: int, slots: int) -> float:
     """Mean staleness of ``batch`` trajectories a step, with ``slots`` that could be in progress.
 
@@ -47,6 +52,6 @@ def expected_staleness(s: Observed, *, control: Control, bound: float, queue: fl
         case "queue_drop":
             parts = mean_staleness(concurrency=s.episodes, batch=begun, tailness=s.tailness, rho=s.rho, q=queue)
             return parts.total
-        case "inflight_cap" if s.rho >= 1.0 or s.episodes < 0.95 * slots:
+        case "inflight_cap" if s.rho >= 1.0 or admission_limits(s, slots=slots):
             return bound
     return min(bound, natural_staleness(concurrency=s.episodes, batch=begun, tailness=s.tailness, rho=s.rho))
