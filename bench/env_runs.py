@@ -12,7 +12,7 @@ from statistics import quantiles
 
 import msgspec
 import uvloop
-from injected import Injected, Played
+from injected import Injected, Played, sum_of
 from scripted_server import TOKENS, scripted_server
 
 from asyncrl.build.assemble import Played as Source
@@ -61,6 +61,14 @@ class Outcome(msgspec.Struct, kw_only=True):
     reasons: dict[str, dict[str, int]]
     load: float
     """Of the machine over the last minute, at the end."""
+
+
+class Kind(msgspec.Struct, kw_only=True):
+    """Environments of one kind, ``weight`` of the run's tasks, and what they play."""
+
+    envs: Callable[[], Injected]
+    tasks: Sequence[Task]
+    weight: float = 1.0
 
 
 # --- one run
@@ -187,9 +195,7 @@ def recipe_of(
     )
 
 
-async def _run(
-    name: str, recipe: Recipe, source: Injected, tasks: Sequence[Task], url: str, warm: int, cool: int
-) -> Outcome:
+async def _run(name: str, recipe: Recipe, kinds: Sequence[Kind], url: str, warm: int, cool: int) -> Outcome:
     loop = asyncio.get_running_loop()
     before_mb, _ = _memory_mb()
     meter, observer = Meter(), Lines(recipe, loop.time)
@@ -197,6 +203,17 @@ async def _run(
     job = SimTrainer(recipe.sim.trainer)
     trainer = RestartingTrainer(job, restarts=0, replay_steps=0, backoff_s=1.0, observer=observer, note=print)
     blocking = ThreadBlocking()
+    envs = [kind.envs() for kind in kinds]
+    sources = {
+        (label := f"kind {number}"): Source(
+            weight=kind.weight,
+            train=[msgspec.structs.replace(task, source=label) for task in kind.tasks],
+            heldout=[],
+            envs=injected,
+            config=recipe.env,
+        )
+        for number, (kind, injected) in enumerate(zip(kinds, envs, strict=True))
+    }
 
     async def no_checkpoint(version: int) -> None: ...
 
@@ -207,7 +224,7 @@ async def _run(
         tokenizer=SimTokenizer(),
         blocking=blocking,
         observer=observer,
-        sources={"": Source(train=tasks, heldout=[], envs=source, config=recipe.env)},
+        sources=sources,
         checkpoint=no_checkpoint,
         services=[meter.listen, meter.weigh],
     )
@@ -235,7 +252,7 @@ async def _run(
         controller_mb=meter.controller_mb - before_mb,
         workers=meter.workers,
         workers_mb=meter.workers_mb,
-        played=source.played,
+        played=sum_of([injected.played for injected in envs]),
         ledger=run.buffer.ledger.counts(),
         reasons=run.buffer.ledger.reasons(),
         load=os.getloadavg()[0],
@@ -245,9 +262,7 @@ async def _run(
 def run(
     name: str,
     recipe: Recipe,
-    source: Callable[[], Injected],
-    tasks: Sequence[Task],
-    *,
+    *kinds: Kind,
     reply_s: float = 0.1,
     warm: int = 0,
     cool: int = 0,
@@ -257,7 +272,7 @@ def run(
     print(f"  {name} … ", end="", flush=True)
 
     async def main() -> Outcome:
-        return await _run(name, recipe, source(), tasks, url, warm, cool)
+        return await _run(name, recipe, kinds, url, warm, cool)
 
     with scripted_server(reply_s, recipe.engine.max_running_requests) as url:
         outcome = uvloop.run(main())
@@ -285,8 +300,9 @@ class Games:
         generate(engine, folder, "train", range(count), seed=0, max_receptacles=20)
         self.tasks = [Task(id=row["game"], data=row) for row in rows(folder, "train")]
 
-    def envs(self, recipe: Recipe, *, per_process: int) -> EnvSource:
-        count = recipe.rollout.num_envs
+    def envs(self, recipe: Recipe, *, per_process: int, count: int = 0) -> EnvSource:
+        """For ``count`` environments; 0: for all of the recipe's."""
+        count = count or recipe.rollout.num_envs
         return EnvProcesses(
             "injected_alfworld:RandomALFWorld",
             {"data": str(self._folder), "cache": str(self._folder / "cache")},

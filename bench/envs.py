@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from env_runs import Games, recipe_of, run
+from env_runs import Games, Kind, recipe_of, run
 from injected import NO_FAULTS, Cheap, Faults, Injected
 
 from asyncrl.build.fit import machine
@@ -57,11 +57,12 @@ def cheap_tasks() -> list[Task]:
 
 def scale(games: Games | None, quick: bool) -> Iterator[dict[str, Any]]:
     """Many environments at once. The ideal: each spends its time in latencies and replies alone."""
+    turns, reply_s = 10, 0.1
+    latency = Normal(mean=0.5, std=0.2) if quick else Normal(mean=2.0, std=1.0)
 
-    def measure(
-        name: str, count: int, latency: Normal, inner: Callable[[Recipe], EnvSource], tasks: list[Task]
-    ) -> dict[str, Any]:
-        turns, reply_s, groups = 10, 0.1, max(1, count // 80)
+    def measure(name: str, *kinds: tuple[int, Callable[[Recipe], EnvSource], list[Task]]) -> dict[str, Any]:
+        count = sum(envs for envs, _, _ in kinds)
+        groups = max(1, count // 80)
         rounds = math.ceil(count / (groups * 8))  # steps in which every environment ends one episode
         # Twice as many groups may be in progress as there are environments for: most groups wait for their last member
         # while the others' environments play the next, and none is to be without work but at the end.
@@ -69,20 +70,30 @@ def scale(games: Games | None, quick: bool) -> Iterator[dict[str, Any]]:
         outcome = run(
             name,
             recipe,
-            lambda: Injected(inner(recipe), latency=latency, turns=Constant(value=turns), max_turns=turns),
-            tasks,
+            *(
+                Kind(
+                    envs=lambda inner=inner: Injected(  # type: ignore[misc]
+                        inner(recipe), latency=latency, turns=Constant(value=turns), max_turns=turns
+                    ),
+                    tasks=tasks,
+                    weight=envs,
+                )
+                for envs, inner, tasks in kinds
+            ),
             reply_s=reply_s,
             warm=rounds,
             cool=rounds + 1,
         )
         return {"envs": count, "ideal": count / (latency.expected + reply_s), **msgspec.to_builtins(outcome)}
 
-    count, latency = (200, Normal(mean=0.5, std=0.2)) if quick else (2000, Normal(mean=2.0, std=1.0))
-    yield measure(f"{count} async environments", count, latency, lambda recipe: LocalEnvs(Cheap), cheap_tasks())
+    cheap = 200 if quick else 2000
+    cheap_envs = (cheap, lambda recipe: LocalEnvs(Cheap), cheap_tasks())
+    yield measure(f"{cheap} async environments", cheap_envs)
     if games is not None:
-        count, latency = (10, Normal(mean=0.5, std=0.2)) if quick else (200, Normal(mean=2.0, std=1.0))
-        envs = lambda recipe: games.envs(recipe, per_process=64)  # noqa: E731
-        yield measure(f"{count} ALFWorld environments", count, latency, envs, games.tasks)
+        count = 10 if quick else 200
+        alfworld = (count, lambda recipe: games.envs(recipe, per_process=64, count=count), games.tasks)
+        yield measure(f"{count} ALFWorld environments", alfworld)
+        yield measure(f"{cheap} async and {count} ALFWorld environments", cheap_envs, alfworld)
 
 
 def chaos(games: Games | None, quick: bool) -> Iterator[dict[str, Any]]:
@@ -113,7 +124,7 @@ def chaos(games: Games | None, quick: bool) -> Iterator[dict[str, Any]]:
                 max_turns=turns,
                 faults=faults,
             )
-            pair.append(run(f"{name}, {label}", recipe, source, tasks, warm=2 if quick else 3))
+            pair.append(run(f"{name}, {label}", recipe, Kind(envs=source, tasks=tasks), warm=2 if quick else 3))
         loss = 1 - pair[1].trained_per_s / pair[0].trained_per_s
         failed = pair[1].played.failed_share
         return {
@@ -147,7 +158,7 @@ def lock_step(games: Games | None, quick: bool) -> Iterator[dict[str, Any]]:
                 max_turns=turns,
                 rounds=Rounds(recipe.batch_trajectories) if together else None,
             )
-            pair.append(run(f"latency (10, {std})/20 s, {label}", recipe, source, games.tasks, warm=1))
+            pair.append(run(f"latency (10, {std})/20 s, {label}", recipe, Kind(envs=source, tasks=games.tasks), warm=1))
         yield {"latency": [10, std], "speedup": pair[0].step_s / pair[1].step_s, "runs": msgspec.to_builtins(pair)}
 
 
@@ -181,7 +192,7 @@ def redundant(games: Games | None, quick: bool) -> Iterator[dict[str, Any]]:
                     faults=faults,
                 )
                 name = f"α = {alpha:g}, {label}, {groups + more} × {size + more}"
-                pair.append(run(name, recipe, source, games.tasks, warm=1))
+                pair.append(run(name, recipe, Kind(envs=source, tasks=games.tasks), warm=1))
             gain = pair[0].step_s / pair[1].step_s - 1
             yield {"alpha": alpha, "faults": label, "gain": gain, "runs": msgspec.to_builtins(pair)}
 

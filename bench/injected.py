@@ -12,7 +12,7 @@ import asyncio
 import random
 import sys
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,10 @@ class Played(msgspec.Struct, kw_only=True):
     @property
     def failed_share(self) -> float:
         return self.failed / ((self.whole + self.failed + self.cut) or 1)
+
+
+def sum_of(parts: Sequence[Played]) -> Played:
+    return Played(**{name: sum(getattr(part, name) for part in parts) for name in Played.__struct_fields__})
 
 
 class Injected:
