@@ -17,9 +17,10 @@ from asyncrl.processes import Child, ChildError, free_port
 
 T = TypeVar("T")
 
-MAX_RESTARTS = 3
-"""Restarts of one server in a run: one that dies again and again has a cause that a restart does not mend."""
-RESTART_PAUSE_S = 1.0
+STEADY_S = 600.0
+"""A server that ran for so long was in order: its restarts are counted anew. One that dies again and again has a cause
+that a restart does not mend."""
+MAX_BACKOFF_S = 30.0
 
 
 class LocalServers:
@@ -69,13 +70,21 @@ class LocalServers:
 
     async def _keep(self, index: int) -> None:
         """Keep one server running. Out of restarts it stays dead: the run ends when no server is left."""
-        for _ in range(MAX_RESTARTS):
+        engine, loop = self._recipe.engine, asyncio.get_running_loop()
+        tries = 0
+        while True:
+            started = loop.time()
             await self._children[index].wait()
+            if loop.time() - started > STEADY_S:
+                tries = 0
+            if tries == engine.restarts:
+                break
             self._note(f"{self._children[index].death()}; starting it again")
-            await asyncio.sleep(RESTART_PAUSE_S)
+            await asyncio.sleep(min(MAX_BACKOFF_S, engine.restart_backoff_s * 2**tries))
+            tries += 1
             self._children[index] = await self._start(index)
-        await self._children[index].wait()
-        self._note(f"{self._children[index].death()}; it died {MAX_RESTARTS + 1} times and is given up")
+        again = f"; it died {tries + 1} times and is given up" if tries else ""
+        self._note(f"{self._children[index].death()}{again}")
 
     async def _start(self, index: int) -> Child:
         engine = self._recipe.engine

@@ -16,7 +16,7 @@ from asyncrl import servers as servers_module
 from asyncrl.config import Recipe, load_table
 from asyncrl.processes import ChildError
 from asyncrl.serve.__main__ import _parser as serve_parser
-from asyncrl.servers import MAX_RESTARTS, LocalServers
+from asyncrl.servers import LocalServers
 
 DEADLINE_S = 20.0
 HELLO = 'echo "args $*"\necho "env $OMP_NUM_THREADS $CUDA_VISIBLE_DEVICES"\n'
@@ -123,8 +123,8 @@ async def test_a_server_that_dies_while_starting_is_told_at_once_with_its_last_w
 
 
 async def test_a_server_that_dies_is_started_again_on_its_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers_module, "RESTART_PAUSE_S", 0.01)
-    async with fleet(tmp_path, HELLO + "[ -e again ] && exec sleep 60\ntouch again\nexit 9") as f:
+    script = HELLO + "[ -e again ] && exec sleep 60\ntouch again\nexit 9"
+    async with fleet(tmp_path, script, restart_backoff_s=0.01) as f:
         monkeypatch.chdir(tmp_path)
         await f.servers.start()
         async with asyncio.TaskGroup() as group:
@@ -137,15 +137,27 @@ async def test_a_server_that_dies_is_started_again_on_its_port(tmp_path: Path, m
         assert "server 0 exited with 9" in f.notes[0] and f.notes[0].endswith("; starting it again")
 
 
-async def test_a_server_that_always_dies_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers_module, "RESTART_PAUSE_S", 0.01)
-    async with fleet(tmp_path, "echo args; exit 9") as f:
+@pytest.mark.parametrize("restarts", [0, 2])
+async def test_a_server_that_always_dies_is_given_up(tmp_path: Path, restarts: int) -> None:
+    async with fleet(tmp_path, "echo args; exit 9", restarts=restarts, restart_backoff_s=0.01) as f:
         await f.servers.start()
         async with asyncio.timeout(DEADLINE_S):
             await f.servers.watch()
-        assert len(f.said(0, "args")) == MAX_RESTARTS + 1
-        assert len(f.notes) == MAX_RESTARTS + 1
-        assert f.notes[-1].endswith(f"it died {MAX_RESTARTS + 1} times and is given up")
+        assert len(f.said(0, "args")) == restarts + 1
+        assert len(f.notes) == restarts + 1
+        assert f.notes[-1].endswith("it died 3 times and is given up" if restarts else "server-0.log)")
+
+
+async def test_a_server_that_ran_for_long_has_all_its_restarts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers_module, "STEADY_S", 0.0)
+    async with fleet(tmp_path, "echo args; exit 9", restarts=1, restart_backoff_s=0.01) as f:
+        await f.servers.start()
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(f.servers.watch())
+            await until(lambda: len(f.said(0, "args")) == 5)
+            watch.cancel()
 
 
 async def test_a_missing_interpreter_is_one_line(tmp_path: Path) -> None:

@@ -125,6 +125,8 @@ def check(recipe: Recipe) -> None:
         "env.retries": recipe.env.retries,
         "env.backoff_s": recipe.env.backoff_s,
         "engine.retries": e.retries,
+        "engine.restarts": e.restarts,
+        "engine.restart_backoff_s": e.restart_backoff_s,
         "engine.stream_interval": e.stream_interval,
         "trainer.restarts": t.restarts,
         "trainer.restart_backoff_s": t.restart_backoff_s,

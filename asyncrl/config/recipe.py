@@ -223,6 +223,10 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     """A stream that brings nothing for this long is given up and retried elsewhere."""
     control_timeout_s: float = 120.0
     retries: int = 3
+    restarts: int = 3
+    """How often a server that was started here and died is started again, until it ran for ten minutes."""
+    restart_backoff_s: float = 1.0
+    """Pause before the first restart; twice as long before each further one, up to 30 s."""
     probe_s: float = 2.0
     """Time between two probes of a server that failed."""
     patience_s: float = 300.0

@@ -1,0 +1,197 @@
+"""A real run whose processes are killed again and again: was anything lost, trained twice or too stale?
+
+    python bench/soak.py [RECIPE] [--minutes 60] [--every 20] [--kill server,trainer,env] [--set KEY=VALUE]
+                         [--seed 0] [--json FILE]
+
+Every ``--every`` seconds, give or take half of it, one process of a kind drawn by ``--seed`` gets SIGKILL: an inference
+server, a rank of the trainer, or a worker of the environments, where the recipe has any. When the time is over the run
+is interrupted as by Ctrl-C. The controller itself raises when its ledger does not balance or a trained group was too
+stale; here the same is read once more from what it wrote. Linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from asyncrl.build.fit import machine
+from asyncrl.config import load
+from asyncrl.observe.run_dir import METRICS, read_lines
+from asyncrl.observe.summary import read_summary
+
+COMMANDS = {
+    "server": ("asyncrl.serve", "sglang"),
+    "trainer": ("asyncrl.train.worker",),
+    "env": ("env_workers.nursery",),
+}
+"""What the command line of such a process holds. Workers of the environments are forks of a nursery."""
+ALWAYS = (
+    "run.steps=1000000",
+    "run.eval_tasks=1",
+    "run.trace_requests=false",
+    "run.checkpoint_every=20",
+    "engine.restarts=1000000",
+    "engine.restart_backoff_s=0.2",
+    "trainer.restarts=1000000",
+    "trainer.restart_backoff_s=0.2",
+)
+STARTED_S = 600.0
+ENDED_S = 120.0
+FIRST_LAST = 10
+
+
+class Run:
+    """``asyncrl train`` in a process of its own; all of its processes carry its mark in their environment."""
+
+    def __init__(self, recipe: Path, run_dir: Path, settings: list[str]) -> None:
+        self.run_dir = run_dir
+        self.output = run_dir.with_suffix(".log")
+        self._mark = f"ASYNCRL_SOAK={run_dir}".encode()
+        overrides = [word for setting in settings for word in ("--set", setting)]
+        command = [sys.executable, "-m", "asyncrl.cli", "train", str(recipe), "--run-dir", str(run_dir), *overrides]
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "ASYNCRL_SOAK": str(run_dir)},
+                start_new_session=True,
+            )
+
+    def processes(self) -> Iterator[tuple[int, str]]:
+        """Every other process of the run: its number and command line."""
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal() and int(entry.name) != self.process.pid:
+                try:
+                    if self._mark in (entry / "environ").read_bytes().split(b"\0"):
+                        yield int(entry.name), (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                except OSError:  # it has just ended
+                    continue
+
+    def of(self, kind: str) -> list[int]:
+        found = sorted(pid for pid, command in self.processes() if any(word in command for word in COMMANDS[kind]))
+        return [pid for pid in found if _parent(pid) in found] if kind == "env" else found
+
+    def steps(self) -> int:
+        file = self.run_dir / METRICS
+        return file.read_bytes().count(b"\n") if file.exists() else 0
+
+    def controller_mb(self) -> float:
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+
+    def wait_for_steps(self, count: int) -> None:
+        deadline = time.monotonic() + STARTED_S
+        while self.steps() < count:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                sys.exit(f"the run did not come to step {count}:\n{self.output.read_text()[-2000:]}")
+            time.sleep(0.5)
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def soak(recipe: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    rng = random.Random(args.seed)
+    run = Run(recipe, folder / "run", [*ALWAYS, *args.set])
+    killed: Counter[str] = Counter()
+    memory: list[float] = []
+    try:
+        run.wait_for_steps(2)
+        print(f"step 2 at {time.strftime('%H:%M:%S')}; killing {', '.join(args.kill)}", flush=True)
+        ends = time.monotonic() + 60 * args.minutes
+        while time.monotonic() < ends and run.process.poll() is None:
+            time.sleep(min(args.every * rng.uniform(0.5, 1.5), max(0.0, ends - time.monotonic())))
+            kind = rng.choice(args.kill)
+            if (found := run.of(kind)) and time.monotonic() < ends:
+                os.kill(rng.choice(found), signal.SIGKILL)
+                killed[kind] += 1
+            if run.process.poll() is None:
+                memory.append(run.controller_mb())
+        run.process.send_signal(signal.SIGINT)
+        run.process.wait(ENDED_S)
+    finally:
+        for pid in [run.process.pid, *(pid for pid, _ in run.processes())] if run.process.poll() is None else []:
+            os.kill(pid, signal.SIGKILL)
+    left = list(run.processes())
+    text = run.output.read_text()
+    print(text[-1500:])
+    return _account(recipe, run, args, killed, memory, [command for _, command in left])
+
+
+def _account(
+    recipe: Path, run: Run, args: argparse.Namespace, killed: Counter[str], memory: list[float], left: list[str]
+) -> dict[str, Any]:
+    summary = read_summary(run.run_dir)
+    lines = list(read_lines(run.run_dir / METRICS))
+    ledger = summary.ledger
+    ends = {name: ledger[name] for name in ("consumed", "filtered", "surplus", "failed", "aborted")}
+    limit = load(recipe, overrides=[*ALWAYS, *args.set]).staleness.limit
+    batches = [line["version"] for line in lines]
+    quarter = max(1, len(memory) // 4)
+    return {
+        "recipe": recipe.name,
+        "settings": args.set,
+        "machine": machine(),
+        "minutes": args.minutes,
+        "killed": dict(killed),
+        "exit": summary.exit,
+        "steps": len(lines),
+        "reserved": ledger["reserved_ever"],
+        "lost": ledger["reserved_ever"] - sum(ends.values()),
+        "trained_twice": len(batches) - len(set(batches)),
+        "staleness_max": max(line["staleness/max"] for line in lines),
+        "staleness_limit": limit,
+        "reward_first": fmean(line["reward/mean"] for line in lines[:FIRST_LAST]),
+        "reward_last": fmean(line["reward/mean"] for line in lines[-FIRST_LAST:]),
+        "controller_mb_first_quarter": median(memory[:quarter]),
+        "controller_mb_last_quarter": median(memory[-quarter:]),
+        "left_over": left,
+        **ends,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("recipe", type=Path, nargs="?", default=Path("recipes/runsum"))
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--every", type=float, default=20.0, help="seconds between two kills, on average")
+    parser.add_argument("--kill", default="server", help=f"kinds, of {', '.join(COMMANDS)}")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="lay over the recipe")
+    parser.add_argument("--seed", type=int, default=0, help="of whom is killed when")
+    parser.add_argument("--json", type=Path, help="write the account here")
+    args = parser.parse_args()
+    args.kill = args.kill.split(",")
+    if unknown := set(args.kill) - set(COMMANDS):
+        parser.error(f"--kill: unknown {', '.join(sorted(unknown))}; known are {', '.join(COMMANDS)}")
+    with tempfile.TemporaryDirectory(prefix="asyncrl-soak-") as folder:
+        account = soak(args.recipe, Path(folder), args)
+    text = json.dumps(account, indent=1, ensure_ascii=False)
+    print(text)
+    if args.json:
+        args.json.write_text(text + "\n")
+    limit = account["staleness_limit"]
+    good = account["exit"] == "interrupted" and not account["lost"] and not account["trained_twice"]
+    good = good and not account["left_over"] and (limit is None or account["staleness_max"] <= limit)
+    print("all accounted for" if good else "NOT in order")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
