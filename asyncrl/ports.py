@@ -243,6 +243,10 @@ class Tokenizer(Protocol):
         """Ids that end a turn."""
 
     @property
+    def vocab_size(self) -> int:
+        """Ids are less than this."""
+
+    @property
     def chat_template(self) -> str:
         """The template's source; empty if there is none."""
 

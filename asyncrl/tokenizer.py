@@ -25,6 +25,7 @@ class HuggingFaceTokenizer:
             raise RecipeError(f"model.path: cannot load the tokenizer in {folder}: {_one_line(error)}") from None
         # Encoding and decoding go straight to the Rust tokenizer; the wrapper around it costs several times as much.
         self._fast = self._tokenizer.backend_tokenizer
+        self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
         self.eos_ids = _eos_ids(folder, self._tokenizer.eos_token_id)
 
     def encode(self, text: str) -> list[int]:

@@ -180,6 +180,8 @@ class Gateway:
                 return await endpoint(request, self._session(request))
             except ApiError as error:
                 failed = error
+            except web.HTTPRequestEntityTooLarge:
+                failed = ApiError(413, f"the body is longer than {MAX_BODY} bytes")
             except ContextFull as error:
                 failed = ApiError(400, str(error), code="context_length_exceeded")
             except EpisodeOver as error:
@@ -254,7 +256,7 @@ async def _body(request: web.Request, kind: type[Any]) -> Any:
     except msgspec.DecodeError as error:
         raise ApiError(400, f"the body is no JSON: {error}") from None
     if asked.n not in (None, 1):
-        raise ApiError(400, f"n: {asked.n}; an episode takes one reply at a time, make {asked.n} requests")
+        raise ApiError(400, f"n: {asked.n}; an episode takes one reply at a time, so it must be 1")
     return asked
 
 

@@ -4,7 +4,7 @@ A program sends whole conversations; which of them go on from which is found out
 with those of an earlier one and its reply extends that one's token sequence by ids, so that what was sampled stays as
 it was. Any other (a branch, a sub-agent, a history that the program rewrote) begins a new segment of the trajectory; a
 branch copies the ids before it. Nothing is changed before a generation is there: a request that fails or is cancelled
-leaves no trace.
+leaves no trace, but counts towards ``max_turns``.
 
     chat(), complete()    wait for: a completion    woken by: LLMProxy; close() ends the wait
 """
@@ -141,6 +141,8 @@ class Session:
             known, point = next(earlier, ("", None))
             ids = array("i", self._template.tokenizer.encode(prompt[len(known) :]))
         else:
+            if not all(0 <= i < self._template.tokenizer.vocab_size for i in prompt):
+                raise ValueError("prompt: has ids outside the model's vocabulary")  # some servers die of them
             ids = array("i", prompt)
             points = (p for _, p in reversed(self._texts) if ids[: p.length] == p.conversation.ids[: p.length])
             point = next(points, None)
@@ -309,7 +311,7 @@ def plain_message(message: Message) -> dict[str, Any]:
     if message.get("tool_calls"):
         try:
             plain["tool_calls"] = [_plain_call(call) for call in message["tool_calls"]]
-        except (TypeError, KeyError):
+        except (TypeError, KeyError, AttributeError):
             raise ValueError(f"messages: no tool calls: {str(message['tool_calls'])[:100]}") from None
     return plain
 
@@ -322,6 +324,8 @@ def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
             arguments = json.loads(arguments)
         except ValueError:
             raise ValueError(f"messages: the arguments of a call are no JSON: {arguments[:100]}") from None
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"messages: the arguments of a call are no JSON object: {str(arguments)[:100]}")
     return {
         "id": call.get("id", ""),
         "type": "function",

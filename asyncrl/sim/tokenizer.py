@@ -13,6 +13,7 @@ class SimTokenizer:
 
     eos_ids: Sequence[int] = (GENERATED,)
     chat_template = "<role>content"
+    vocab_size = GENERATED + 1
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

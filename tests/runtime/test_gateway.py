@@ -16,6 +16,7 @@ import pytest
 
 from asyncrl.core.types import Task
 from asyncrl.env import Agent
+from asyncrl.runtime import gateway as gateway_module
 from asyncrl.runtime.conversation import ChatTemplate
 from asyncrl.runtime.env_manager import Episode
 from asyncrl.runtime.gateway import Gateway
@@ -165,7 +166,14 @@ async def test_text_completions_with_the_real_client(tmp_path: Path) -> None:
     assert [turn.new_segment for turn in played.episode.turns] == [False, False, True]
 
 
-async def test_what_is_wrong_is_said_in_openai_s_words(tmp_path: Path) -> None:
+def spoken(call: Any) -> bytes:
+    """A request in which the model is said to have made this call."""
+    messages = [say("user", "?"), {"role": "assistant", "tool_calls": [call]}, say("tool", "no")]
+    return json.dumps({"messages": messages}).encode()
+
+
+async def test_what_is_wrong_is_said_in_openai_s_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_module, "MAX_BODY", 2**16)
     hi: list[Any] = [say("user", "hi")]
 
     async def program(agent: Agent, client: openai.AsyncOpenAI) -> None:
@@ -195,6 +203,11 @@ async def test_what_is_wrong_is_said_in_openai_s_words(tmp_path: Path) -> None:
                 (right, b"{", 400),
                 (right, b'{"messages": 3}', 400),
                 (right, b"\xff", 400),
+                (right, b'{"messages": [{"role": "user"}], "n": 0}', 400),
+                (right, b" " * 70_000, 413),
+                (right, spoken({"function": "ls"}), 400),
+                (right, spoken({"function": {"name": "ls", "arguments": "{"}}), 400),
+                (right, spoken({"function": {"name": "ls", "arguments": "[1]"}}), 400),
                 (
                     {"Authorization": f"Bearer {agent.api_key}"},
                     b'{"messages": [{"role": "user"}], "max_tokens": 0}',
@@ -205,6 +218,10 @@ async def test_what_is_wrong_is_said_in_openai_s_words(tmp_path: Path) -> None:
                 async with session.post(url, data=body, headers=headers) as response:
                     assert response.status == status, await response.text()
                     assert "message" in (await response.json())["error"]
+
+        for outside in ([-1], [10**6], [10**12]):
+            with pytest.raises(openai.BadRequestError, match="outside the model's vocabulary"):
+                await client.completions.create(model="m", prompt=outside)
 
     played = await play(tmp_path, program)
     assert len(played.episode.turns) == 1
