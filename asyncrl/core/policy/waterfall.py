@@ -15,7 +15,7 @@ every server that may serve it is busy, and the end of what it runs brings anoth
 is the part of synchronization (``selective``) and of the staleness control (§4, no deadlock).
 
 A plan costs O(servers · log) to set up, and for each request that it routes, in the worst case, a look at every server.
-Usually few: servers of a version are sorted by what a request of no length would add, a bound for those of any length.
+Usually few: servers of a version are sorted by a bound of what a request may add.
 """
 
 from __future__ import annotations
@@ -27,19 +27,27 @@ from asyncrl.core.cost_model import CostModel
 from asyncrl.core.policy.load import Admission, Load
 from asyncrl.core.policy.routing import RequestView
 
+ROUNDING = 1.0 - 1e-6
+"""Of a bound: what is equal must not be passed over."""
+
 
 class _Version:
-    """Servers of one version with room, by falling bound of what a request adds."""
+    """Servers of one version with room, by falling bound: what a request of no length would add. One of more tokens
+    makes a step longer by x and adds less, by (n + 1) · x / (A · (A + x)) for n sequences and a step of A seconds.
+    That is least for the fewest sequences and the longest step of all, which gives the bound for x."""
 
-    __slots__ = ("_bounds", "_cost", "_entries")
+    __slots__ = ("_bounds", "_changes", "_cost", "_entries", "_fewest", "_homes", "_longest")
 
     def __init__(self, cost: CostModel, loads: Iterable[Load]) -> None:
         self._cost = cost
         self._bounds: dict[int, float] = {}
+        self._homes: dict[str, Load] = {}
         self._entries: list[tuple[float, int, float, float, Load]] = []
         """(−bound, index, max(k2, k3·(n + 1)), throughput, server)"""
+        self._longest = 0.0
         for load in loads:
             self._enter(load)
+        self._measure()
 
     def _enter(self, load: Load) -> None:
         if load.waiting or (load.running >= load.max_running and load.running):
@@ -49,36 +57,54 @@ class _Version:
         throughput = cost.throughput(n, load.kv_tokens)
         bound = (n + 1) / (cost.k1 * load.kv_tokens + product + cost.k4) - throughput
         self._bounds[load.index] = -bound
+        self._homes[load.name] = load
         insort(self._entries, (-bound, load.index, product, throughput, load))
 
     def remove(self, load: Load) -> None:
         bound = self._bounds.pop(load.index, None)
         if bound is not None:
+            del self._homes[load.name]
             del self._entries[bisect_left(self._entries, (bound, load.index))]
 
     def update(self, load: Load) -> None:
+        """Its load has grown."""
         self.remove(load)
         self._enter(load)
+        self._longest = max(self._longest, self._cost.step(load.running + 1, load.kv_tokens))
+        self._changes += 1
+        if self._changes > len(self._entries):
+            self._measure()
+
+    def _measure(self) -> None:
+        """The fewest sequences, with one more, and the longest step."""
+        self._changes = 0
+        self._fewest = min((load.running for *_, load in self._entries), default=0) + 1
+        steps = (self._cost.k1 * load.kv_tokens + product for _, _, product, _, load in self._entries)
+        self._longest = max(steps, default=0.0) + self._cost.k4
 
     def best(self, request: RequestView, spread: float, least: float) -> tuple[float, Load] | None:
         """The largest gain that is at least ``least``, and the server that has it, the first of the fleet if several
         do. ``spread`` is the part of its prefill that each step has."""
         if request.slots > 1:
             return self._best_of_many(request, spread, least)
-        cost, tokens, home = self._cost, request.tokens, request.home
-        k1, k4 = cost.k1, cost.k4
-        cold = cost.k5 * (tokens * spread)
+        cost, tokens, k1, k4 = self._cost, request.tokens, self._cost.k1, self._cost.k4
+        if not self._entries:
+            return None
         best: Load | None = None
+        home = self._homes.get(request.home) if request.home is not None else None
+        if home is not None:
+            gain = gain_of(cost, request, home, spread)
+            if gain is not None and gain >= least:
+                best, least = home, gain
+        prefill = cost.k5 * (tokens * spread)
+        longer = k1 * tokens + prefill
+        drop = ROUNDING * self._fewest * longer / (self._longest * (self._longest + longer)) if longer else 0.0
         for bound, index, product, throughput, load in self._entries:
-            if -bound < least:
+            if -bound - drop < least:
                 break
             kv = load.kv_tokens + tokens
-            if kv > load.max_tokens:
+            if kv > load.max_tokens or load is home:
                 continue
-            if load.name == home and not load.cold:
-                prefill = cost.k5 * ((tokens - request.prefix) * spread)
-            else:
-                prefill = cold
             gain = (load.running + 1) / (k1 * kv + product + k4 + prefill) - throughput
             if gain > least or (gain == least and (best is None or index < best.index)):
                 best, least = load, gain
