@@ -21,7 +21,7 @@ from typing import Any, Literal
 from asyncrl.env import Action, Env, Message, Observation, Step, Task, ToolCall
 from asyncrl.envs.sandbox import Completed, Limits, Sandbox, Source, open_sandbox
 from asyncrl.envs.swe.repository import Grade, changes, judge, prelude, prepare
-from asyncrl.envs.swe.rows import parse_row
+from asyncrl.envs.swe.rows import files_of_tests, parse_row
 from asyncrl.envs.swe.tools import FENCED_HELP, TOOLS, ToolError, call_tool, parse_fenced
 
 PROMPT = """\
@@ -33,8 +33,8 @@ GO_ON = "Go on with a tool call, or call submit if the work is done."
 
 
 def checked_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """As it is, if it is a SWE task. Raises ``ValueError``."""
-    parse_row(row)
+    """As it is, if it is a SWE task that can be judged here. Raises ``ValueError``."""
+    files_of_tests(parse_row(row))
     return row
 
 

@@ -18,7 +18,7 @@ from pathlib import PurePosixPath
 from asyncrl.core.types import Record
 from asyncrl.env import EnvDown
 from asyncrl.envs.sandbox import Sandbox
-from asyncrl.envs.swe.rows import Instance, plain
+from asyncrl.envs.swe.rows import Instance, files_of_tests, plain
 
 PREPARE_TIMEOUT_S = 120.0
 MAX_PATCH_BYTES = 8 * 2**20
@@ -75,19 +75,9 @@ def prelude(instance: Instance) -> str:
     return "" if instance.tree else PRELUDES[instance.dataset]
 
 
-def _test_files(instance: Instance) -> list[str]:
-    """Where its tests are. Raises ``ValueError`` for tests of other runners (Django's, SymPy's)."""
-    files = sorted({name.partition("::")[0] for name in (*instance.fail_to_pass, *instance.pass_to_pass)})
-    for name in files:
-        if not name.endswith(".py"):
-            raise ValueError(f"{instance.id}: {name!r} is not a test of pytest; leave rows of other runners out")
-    return files
-
-
 async def prepare(box: Sandbox, instance: Instance) -> str:
     """Make the task's source out of the pristine one, with a history of one commit: its id. Raises ``ValueError`` for a
     row that does not fit its source."""
-    _test_files(instance)
     await _apply(box, instance.bug, f"{instance.id}: its patch does not apply to {instance.tree or instance.image}")
     hide_tests = "rm -rf run_tests.sh r2e_tests /r2e_tests /root/r2e_tests" if instance.expected else ""
     done = await box.run(hide_tests + _HIDE_HISTORY, PREPARE_TIMEOUT_S)
@@ -139,7 +129,7 @@ async def judge(box: Sandbox, instance: Instance, patch: str, timeout_s: float) 
 async def run_pytest(box: Sandbox, instance: Instance, timeout_s: float) -> dict[str, str]:
     """Outcome of each test in the files of the task's tests: ``passed``, ``failed`` or ``skipped``; empty if pytest did
     not come to its end."""
-    files = _test_files(instance)
+    files = files_of_tests(instance)
     report = f"/tmp/{secrets.token_hex(16)}"  # nobody knows the name before, so nobody has left one there
     await box.write_file(f"{report}.py", RUNNER.encode())
     isolated = "-I " if instance.tree else ""  # images may have their package on PYTHONPATH

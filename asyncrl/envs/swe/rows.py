@@ -13,6 +13,7 @@ Only ``problem`` may reach a model. Gold patches, tests, hints, and R2E-Gym's ``
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Mapping
@@ -60,7 +61,7 @@ def parse_row(row: Mapping[str, Any]) -> Instance:
 
 
 def _swe_bench(row: Mapping[str, Any]) -> Instance:
-    name = str(row["instance_id"])
+    name = _text(row, "instance_id")
     if "environment_setup_commit" in row:
         dataset, image = "swe-bench", f"swebench/sweb.eval.x86_64.{name.replace('__', '_1776_')}"
     else:
@@ -68,34 +69,37 @@ def _swe_bench(row: Mapping[str, Any]) -> Instance:
     return Instance(
         id=name,
         dataset=dataset,
-        problem=row["problem_statement"],
-        repo=row["repo"],
-        base_commit=row["base_commit"],
+        problem=_text(row, "problem_statement"),
+        repo=_text(row, "repo"),
+        base_commit=_text(row, "base_commit"),
         image=f"{image.lower()}:latest",
-        gold=row["patch"],
-        test_patch=row["test_patch"],
+        gold=_text(row, "patch"),
+        test_patch=_text(row, "test_patch"),
         fail_to_pass=_names(row, "FAIL_TO_PASS"),
         pass_to_pass=_names(row, "PASS_TO_PASS"),
     )
 
 
 def _swe_smith(row: Mapping[str, Any]) -> Instance:
+    image, tree = (_text(row, key) if row.get(key) else "" for key in ("image_name", "tree"))
+    if not image and not tree:
+        raise ValueError(f"SWE row {row['instance_id']!r}: it names neither an image nor a tree")
     return Instance(
-        id=str(row["instance_id"]),
+        id=_text(row, "instance_id"),
         dataset="swe-smith",
-        problem=row["problem_statement"],
-        repo=row["repo"],
-        image=row.get("image_name") or "",
-        tree=row.get("tree") or "",
-        bug=row["patch"],
-        gold=reverse_patch(row["patch"]),
+        problem=_text(row, "problem_statement"),
+        repo=_text(row, "repo"),
+        image=image,
+        tree=tree,
+        bug=_text(row, "patch"),
+        gold=reverse_patch(_text(row, "patch")),
         fail_to_pass=_names(row, "FAIL_TO_PASS"),
         pass_to_pass=_names(row, "PASS_TO_PASS"),
     )
 
 
 def _r2e_gym(row: Mapping[str, Any]) -> Instance:
-    image = str(row["docker_image"])
+    image = _text(row, "docker_image")
     expected = row["expected_output_json"]
     if isinstance(expected, str):
         expected = _json(row, expected)
@@ -104,12 +108,20 @@ def _r2e_gym(row: Mapping[str, Any]) -> Instance:
     return Instance(
         id=str(row.get("instance_id") or image),
         dataset="r2e-gym",
-        problem=row["problem_statement"],
-        repo=row["repo_name"],
-        base_commit=row["commit_hash"],
+        problem=_text(row, "problem_statement"),
+        repo=_text(row, "repo_name"),
+        base_commit=_text(row, "commit_hash"),
         image=image,
         expected={plain(str(name)): str(outcome) for name, outcome in expected.items()},
     )
+
+
+def _text(row: Mapping[str, Any], key: str) -> str:
+    value = row[key]
+    if not isinstance(value, str):
+        name = row.get("instance_id", row.get("docker_image"))
+        raise ValueError(f"SWE row {name!r}: {key} is {type(value).__name__}; it must be text")
+    return value
 
 
 def _names(row: Mapping[str, Any], key: str) -> tuple[str, ...]:
@@ -119,7 +131,18 @@ def _names(row: Mapping[str, Any], key: str) -> tuple[str, ...]:
         value = _json(row, value)
     if not isinstance(value, list):
         raise ValueError(f"SWE row {row['instance_id']!r}: {key} is not a list of tests")
+    if key == "FAIL_TO_PASS" and not value:
+        raise ValueError(f"SWE row {row['instance_id']!r}: {key} names no test, so that nothing has to be repaired")
     return tuple(map(str, value))
+
+
+def files_of_tests(instance: Instance) -> list[str]:
+    """Where its tests are. Raises ``ValueError`` for tests of other runners (Django's, SymPy's)."""
+    files = sorted({name.partition("::")[0] for name in (*instance.fail_to_pass, *instance.pass_to_pass)})
+    for name in files:
+        if not name.endswith(".py"):
+            raise ValueError(f"{instance.id}: {name!r} is not a test of pytest; leave rows of other runners out")
+    return files
 
 
 def _json(row: Mapping[str, Any], text: str) -> Any:
@@ -149,7 +172,7 @@ def reverse_patch(patch: str) -> str:
         lines.extend(added)
         added.clear()
 
-    for line in patch.splitlines(keepends=True):
+    for line in io.StringIO(patch):  # not splitlines: sources have form feeds and the like within lines
         if left[0] > 0 or left[1] > 0:
             if line[0] == "-":
                 added.append("+" + line[1:])

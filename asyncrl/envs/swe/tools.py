@@ -4,6 +4,7 @@ all others as one fenced block a turn; both become the same calls.
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -121,7 +122,7 @@ async def _edit(box: Sandbox, call: ToolCall) -> str:
         await box.write_file(path, _encode(text.replace(old, new)))
         return f"{path}: replaced at line {text.count(chr(10), 0, where) + 1}\n"
     if command == "insert":
-        lines = text.splitlines(keepends=True)
+        lines = [*io.StringIO(text)]
         line, new = _line(call, "line", None), _text(call, "new_str")
         if line is None or not 0 <= line <= len(lines):
             raise ToolError(f"{path}: line must be between 0 and {len(lines)}")
@@ -134,7 +135,7 @@ async def _edit(box: Sandbox, call: ToolCall) -> str:
 
 
 def _view(text: str, first: int | None, last: int | None) -> str:
-    lines = text.splitlines()
+    lines = [line.rstrip("\r\n") for line in io.StringIO(text)]  # as grep counts them
     start = max(1, first or 1)
     end = min(len(lines), last or len(lines), start + MAX_VIEW_LINES - 1)
     shown = "".join(f"{number:6}\t{lines[number - 1]}\n" for number in range(start, end + 1))

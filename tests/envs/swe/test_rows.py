@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.core.types import Task
 from asyncrl.envs.swe import SWE, parse_row
+from asyncrl.envs.swe.env import checked_row
 from asyncrl.envs.swe.mutation import bug_patch
 from asyncrl.envs.swe.rows import reverse_patch
 
@@ -90,11 +90,16 @@ def test_what_the_fields_mean() -> None:
         ({**BENCH, "FAIL_TO_PASS": "[oops"}, "must be JSON is not"),
         ({**BENCH, "FAIL_TO_PASS": "3"}, "FAIL_TO_PASS is not a list"),
         ({**R2E, "expected_output_json": "{}"}, "names no tests"),
+        ({**BENCH, "FAIL_TO_PASS": "[]"}, "FAIL_TO_PASS names no test"),
+        ({**BENCH, "problem_statement": None}, "problem_statement is NoneType; it must be text"),
+        ({**SMITH, "patch": None}, "patch is NoneType"),
+        ({**SMITH, "image_name": None}, "neither an image nor a tree"),
+        ({**BENCH, "FAIL_TO_PASS": '["test_x (tests.T)"]'}, "is not a test of pytest; leave rows of other runners out"),
     ],
 )
-async def test_a_bad_row_is_refused_in_one_line(row: dict[str, Any], message: str) -> None:
+def test_a_bad_row_is_refused_in_one_line(row: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
-        await SWE().reset(Task(id="t", data=row))
+        checked_row(row)
     assert "\n" not in str(raised.value)
 
 
@@ -102,7 +107,7 @@ def test_a_reversed_patch_undoes_the_patch(tmp_path: Path) -> None:
     rng = random.Random(0)
     file = tmp_path / "f"
     for _ in range(10):
-        old = [f"line {rng.randrange(30)}\n" for _ in range(60)]
+        old = [f"line {rng.randrange(30)}" + rng.choice(["", "\f", "\u2028"]) + "\n" for _ in range(60)]
         new = [line for line in old if rng.random() > 0.1]
         for _ in range(3):
             new.insert(rng.randrange(len(new)), "- new\n")
