@@ -24,6 +24,7 @@ from asyncrl.observe.run_dir import TRAJECTORIES, RunDirError, read_lines
 UNLIKELY = math.log(0.1)
 """A token that the policy gave less than this is underlined in the table of tokens."""
 TASK_WIDTH = 24
+_SYMBOLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | dict.fromkeys(range(127, 160), "␡")
 
 
 class Piece(msgspec.Struct):
@@ -134,7 +135,7 @@ def show_episode(run_dir: Path, episode: int, console: Console, *, tokens: bool 
             console.print(head)
             if pieces:
                 style = "bold" if generated else ""
-                console.print(Padding(Text(pieces.popleft().text, style=style), (0, 0, 0, 2)))
+                console.print(Padding(Text(_harmless(pieces.popleft().text), style=style), (0, 0, 0, 2)))
             if tokens and generated and found.tokens:
                 console.print(Padding(_token_table(found.tokens[begin : begin + count], values, stretch), (0, 0, 0, 2)))
             begin += count
@@ -199,6 +200,11 @@ def _versions(runs: Sequence[Sequence[Any]]) -> str:
         return "–"
     low, high = min(versions), max(versions)
     return str(low) if low == high else f"{low}–{high}"
+
+
+def _harmless(text: str) -> str:
+    """Control codes as symbols: a model may write what sets a terminal's title, or worse."""
+    return text.translate(_SYMBOLS)
 
 
 def _shortened(task: str) -> str:

@@ -55,6 +55,14 @@ def shown(show, *args, **kwargs) -> str:
     return out.getvalue()
 
 
+def test_what_a_model_writes_does_nothing_to_the_terminal(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, make_recipe(), Clock(), decode=lambda ids: "\x1b]0;title\x07\x9b2J\ta\nb")
+    recorder.trajectory(TWO_TURNS, "consumed")
+    recorder.close()
+    told = shown(show_episode, tmp_path, 17)
+    assert not any(code in told for code in "\x1b\x07\x9b") and "␛]0;title␇␡2J" in told
+
+
 def test_an_episode_is_told_turn_by_turn(run_dir: Path):
     lines = [line.strip() for line in shown(show_episode, run_dir, 17).splitlines() if line.strip()]
     assert "episode 17" in lines[0] and "reward 1.5" in lines[0] and "4 of 7 tokens generated" in " ".join(lines[:2])
