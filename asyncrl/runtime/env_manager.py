@@ -211,6 +211,8 @@ class EpisodePlayer:
             step = await in_own_task(env.step(action))
             if not isinstance(step, Step):
                 raise EpisodeFailed("step", f"returned {type(step).__name__}; it must return asyncrl.Step")
+            if not isinstance(step.done, bool):
+                step = msgspec.structs.replace(step, done=bool(step.done))
             if step.metrics:
                 metrics = {str(name): checked_reward("step", value) for name, value in step.metrics.items()}
                 step = msgspec.structs.replace(step, metrics=metrics)
@@ -268,7 +270,7 @@ def _observe(dialogue: Conversation, where: str, observation: Observation | str)
         raise EpisodeFailed(where, f"gave {type(observation).__name__} as observation; give text or an Observation")
     try:
         dialogue.observe(observation)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # the latter where its fields are of wrong types
         raise EpisodeFailed(where, str(error)) from error
     if not dialogue.ids:
         raise EpisodeFailed(where, "gave an empty first observation, so there is nothing to continue")

@@ -223,6 +223,11 @@ def test_a_group_in_one_request_needs_one_prompt() -> None:
     assert "expand_num_return_sequences" in failure(Random, n=2)
 
 
+class Undecided:
+    def __bool__(self) -> bool:
+        raise ValueError("the truth of an array is ambiguous")
+
+
 class Broken(Dialogue):
     """Misbehaves in the way that ``how`` says."""
 
@@ -258,6 +263,10 @@ class Broken(Dialogue):
                 return Step(reward=float("nan"))
             case "reward is text":
                 return Step(reward="high")  # type: ignore[arg-type]
+            case "messages are a number":
+                return Step(observation=Observation(messages=5))  # type: ignore[arg-type]
+            case "done is no truth":
+                return Step(done=Undecided())  # type: ignore[arg-type]
             case "metrics are odd":
                 return Step(metrics=[1, 2])  # type: ignore[arg-type]
         return await super().step(action)
@@ -286,6 +295,8 @@ class NoTemplate(SimTokenizer):
         ("step gives a tuple", "step: returned tuple; it must return asyncrl.Step"),
         ("reward is nan", "step: gave nan as the reward; it must be finite"),
         ("metrics are odd", "step: AttributeError: 'list' object has no attribute 'items'"),
+        ("messages are a number", "step: Value after * must be an iterable, not int"),
+        ("done is no truth", "step: ValueError: the truth of an array is ambiguous"),
         ("reward is text", "step: gave 'high' as the reward; it must be a number"),
     ],
 )
