@@ -102,7 +102,10 @@ class Bubblewrap(Sandbox):
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
             )
-        except OSError as error:
+        except (OSError, asyncio.CancelledError) as error:
+            cgroup.remove()
+            if not isinstance(error, OSError):
+                raise
             raise EnvDown(f"sandbox: cannot start unshare ({error.strerror})") from None
         box = cls(keeper, cgroup, source, limits)
         try:
@@ -175,6 +178,7 @@ class Bubblewrap(Sandbox):
                 with contextlib.suppress(ProcessLookupError):
                     self._keeper.kill()
                 await self._keeper.wait()
+                self._cgroup.remove()
 
 
 def _shown(source: Source) -> dict[str, str]:

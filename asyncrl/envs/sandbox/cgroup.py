@@ -22,6 +22,12 @@ class Cgroup:
         self.joins = [f"{folder}/cgroup.procs" for folder in self.folders]
         self.memory = "memory" in folders
 
+    def remove(self) -> None:
+        """What a keeper does in the end, where there is none."""
+        for folder in self.folders:
+            with contextlib.suppress(OSError):
+                Path(folder).rmdir()
+
     @classmethod
     def make(cls, name: str, limits: Limits, root: Path = ROOT) -> Self:
         # What a box writes to its disk is RAM, and the kernel counts it as such.

@@ -58,14 +58,15 @@ class Container(Sandbox):
         for key, value in source.variables.items():
             argv += ["--env", f"{key}={value}"]
         argv += ["--entrypoint", "sh", source.image, "-c", WAIT_AND_REAP]
+        started = False
         try:
             output, code = await box._cli(argv, START_TIMEOUT_S)
-        except BaseException:
-            await box.close()  # it may have been made all the same
-            raise
-        if code != 0:
-            await box.close()
-            raise EnvDown(f"sandbox: {engine} cannot start {source.image}: {_last(output)}")
+            if code != 0:
+                raise EnvDown(f"sandbox: {engine} cannot start {source.image}: {_last(output)}")
+            started = True
+        finally:
+            if not started:
+                await box.close()  # it may have been made all the same
         return box
 
     async def execute(
