@@ -165,6 +165,8 @@ class Coordinator:
         if not requests or not self._pays(requests[0], source, loads, spread):
             return []
         trial = [load.copy() for load in loads]
+        for load in trial:
+            load.up = load.up and not load.cold  # what those get is decided by routing
         emptied = trial[source.index]
         emptied.clear()
         at_work = router(trial, admission)
@@ -200,7 +202,7 @@ class Coordinator:
         return any(
             (gain := gain_of(self.cost, request, load, spread)) is not None and gain > loss
             for load in loads
-            if load is not source and load.up and load.version >= request.oldest
+            if load is not source and load.up and not load.cold and load.version >= request.oldest
         )
 
     def _throughput(self, load: Load, prefill: float = 0.0) -> float:

@@ -117,6 +117,12 @@ def test_what_could_only_come_back_is_not_cut() -> None:
     assert coordinator().plan(snapshot, lambda v: 0) == []
 
 
+def test_a_server_that_pulls_is_not_taken_for_an_idle_one() -> None:
+    snapshot = fleet([server("a", 2, running(8, v_traj=2)), server("b", 1, running(8, 200, v_traj=1))], initial(1), 2)
+    plan = coordinator(synchronization="all").plan(snapshot, lambda v: 0)
+    assert plan[0] == Pull(instance="b") and not any(isinstance(c, Interrupt) for c in plan)
+
+
 def test_a_move_must_be_worth_its_prefill() -> None:
     has = running(16, tokens=20_000)
     for mean_new_tokens, moves in ((2.0, False), (10_000.0, True)):

@@ -38,8 +38,8 @@ def stay(loads: Sequence[Load], cost: CostModel, limits: Limits) -> Migration:
 
 def by_throughput(loads: Sequence[Load], cost: CostModel, limits: Limits) -> Migration:
     """StaleFlow algorithm 5. Of the requests that wait inside a server those that came last are cut. The servers of an
-    evaluation keep what they have."""
-    movable = [load for load in loads if load.up and not load.pinned]
+    evaluation keep what they have; those that pull in this plan get their work by routing."""
+    movable = [load for load in loads if load.up and not load.pinned and not load.cold]
     excess = []
     fastest = slowest = None
     highest, lowest = -1.0, float("inf")
