@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from itertools import chain
 from typing import Literal
 
 from asyncrl.core.policy.routing import RequestView, has_room, least_loaded
@@ -129,10 +128,9 @@ class LLMProxy:
     def snapshot(self, newest: int = 0) -> FleetSnapshot:
         return FleetSnapshot(
             instances=tuple(i.snapshot() for i in self._instances),
-            waiting=sum(
-                not request.given.done()
-                for request in chain(self.waiting, self._evaluating, *(i.held for i in self._instances))
-            ),
+            waiting=len(self.waiting)
+            + len(self._evaluating)
+            + sum(not request.given.done() for i in self._instances for request in i.held),
             suspended=self._suspended,
             newest=newest,
             waiting_requests=self.waiting.levels,

@@ -111,7 +111,6 @@ def test_an_update_takes_the_formulas_seconds_and_the_servers_load(transport: Tr
     async def main() -> tuple[list[float], list[int]]:
         engines = [server(f"server {i}") for i in range(3)]
         way = SimTransport(MODEL, transport, servers=3, trainer=SimTrainer())
-        await way.connect(engines)
         parts = [way.prepare(1), way.arrive(engines, 1), way.deliver(engines, 1)]
         seconds = [await lasts(part) for part in parts]
         versions = [e.version for e in engines]
