@@ -31,6 +31,13 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
         _libc.prctl(PR_SET_PDEATHSIG, number)
 
 
+def give_way(niceness: int) -> None:
+    """Let the session of this process come after others where cores are short: Linux shares them out among sessions."""
+    os.nice(niceness)
+    with contextlib.suppress(OSError):  # a kernel that does not
+        Path("/proc/self/autogroup").write_text(str(niceness))
+
+
 class Child:
     """One running child. Make it with ``start``."""
 

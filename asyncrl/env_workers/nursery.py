@@ -32,11 +32,14 @@ from asyncrl.config import EnvConfig
 from asyncrl.env import SyncEnv
 from asyncrl.env_workers.worker import CLOSE_S, Worker
 from asyncrl.loading import load_environment
-from asyncrl.processes import die_with_parent
+from asyncrl.processes import die_with_parent, give_way
 
 RECORD = struct.Struct("<cxxxii")
 """What is asked or told, the worker's number, and its exit status."""
 START, KILL, ENDED = b"s", b"k", b"e"
+
+NICENESS = 5
+"""Many busy workers must not keep the controller, which all of them wait for, from a core."""
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +124,7 @@ class Nursery:
 
     def _become_worker(self, number: int) -> None:
         os.setsid()
+        give_way(NICENESS)
         die_with_parent()
         for caught in (signal.SIGTERM, signal.SIGCHLD):
             signal.signal(caught, signal.SIG_DFL)

@@ -19,6 +19,7 @@ import uvloop
 
 from asyncrl.build.env_watch import alarm
 from asyncrl.env import Action, EnvDown, Step, SyncEnv, Task
+from asyncrl.env_workers.nursery import NICENESS
 from asyncrl.env_workers.pool import EnvProcesses, RemoteEnv
 from asyncrl.ports import RemoteError
 from asyncrl.processes import ChildError
@@ -90,6 +91,13 @@ async def test_an_episode_is_played_in_another_process(tmp_path: Path) -> None:
         ids = Action(text="ids", token_ids=array("i", [5, 6]), finish_reason="stop")
         assert (await env.step(ids)).observation == "[5, 6]"
     assert not alive(pid)
+
+
+async def test_workers_give_way_to_the_controller(tmp_path: Path) -> None:
+    envs = pool(tmp_path)
+    async with running(envs):
+        _, worker = await begun(envs)
+        assert os.getpriority(os.PRIO_PROCESS, worker) == os.getpriority(os.PRIO_PROCESS, 0) + NICENESS
 
 
 def test_uvloop_plays_one_too(tmp_path: Path) -> None:
