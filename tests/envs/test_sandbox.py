@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import EnvDown
-from asyncrl.envs.sandbox import Limits, Sandbox, Source, open_sandbox
+from asyncrl.envs.sandbox import Bubblewrap, Limits, Sandbox, Source, open_sandbox
 from asyncrl.envs.sandbox.base import MAX_COMMAND, TOO_LONG, Bounded
 from asyncrl.envs.sandbox.cgroup import Cgroup
 
@@ -41,6 +41,31 @@ async def test_commands_share_a_tree_and_leave_the_pristine_one_alone(box: Sandb
     assert (done.returncode, done.timed_out) == (3, False)
     assert (await box.run("cat sub/file.txt; ls", 10)).output == "changed\nnew\nsub\n"
     assert [p.name for p in tree.iterdir()] == ["sub"] and (tree / "sub/file.txt").read_text() == "pristine\n"
+
+
+@pytest.mark.parametrize("limit", ["memory_mb", "disk_mb", "processes", "cpus", "output_bytes"])
+def test_a_limit_of_nothing_is_refused(limit: str) -> None:
+    """Some of them would mean: no limit at all."""
+    with pytest.raises(ValueError, match=f"{limit} = 0: must be more than 0"):
+        Limits(**{limit: 0})
+
+
+@real
+async def test_closing_ends_what_runs_and_leaves_no_cgroup(tree: Path) -> None:
+    box = await Bubblewrap.open(Source(tree=str(tree)), LIMITS)
+    cgroups = [Path(folder) for folder in box._cgroup.folders]
+    if not cgroups:
+        pytest.skip("no cgroup can be written here")
+    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        group.create_task(ended_by_closing(box))
+        await asyncio.sleep(0.3)
+        await box.close()
+    assert not any(folder.exists() for folder in cgroups)
+
+
+async def ended_by_closing(box: Sandbox) -> None:
+    with pytest.raises(EnvDown):
+        await box.run("sleep 60", 60)
 
 
 @real

@@ -41,6 +41,11 @@ class Limits(Record, frozen=True, kw_only=True):
     output_bytes: int = 65_536
     """Of a command; of longer output the middle is left out."""
 
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if not (value := getattr(self, name)) > 0:
+                raise ValueError(f"sandbox: {name} = {value}: must be more than 0")
+
 
 class Source(Record, frozen=True, kw_only=True):
     """What a box starts from. Nothing that happens in a box changes it."""

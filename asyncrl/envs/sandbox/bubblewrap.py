@@ -170,6 +170,7 @@ class Bubblewrap(Sandbox):
     async def close(self) -> None:
         """The namespace goes when the keeper and the last command in it are gone."""
         if self._keeper.returncode is None:
+            self._cgroup.kill()  # else what still runs goes on to its deadline
             assert self._keeper.stdin is not None
             self._keeper.stdin.close()
             try:

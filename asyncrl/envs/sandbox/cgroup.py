@@ -4,6 +4,8 @@ they may not, the box has the limits of each process that ``prlimit`` sets."""
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from pathlib import Path
 from typing import Self
 
@@ -21,6 +23,13 @@ class Cgroup:
         self.folders = [str(folder) for folder in sorted(set(folders.values()))]
         self.joins = [f"{folder}/cgroup.procs" for folder in self.folders]
         self.memory = "memory" in folders
+
+    def kill(self) -> None:
+        """All that runs in it."""
+        for folder in self.folders:
+            with contextlib.suppress(OSError):
+                for pid in Path(folder, "cgroup.procs").read_text().split():
+                    os.kill(int(pid), signal.SIGKILL)
 
     def remove(self) -> None:
         """What a keeper does in the end, where there is none."""
