@@ -5,12 +5,14 @@ A ``World`` is what ``assemble`` needs from outside: the ports' implementations,
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from asyncrl.build.budget import BudgetKeeper
 from asyncrl.build.profile import cost_of
 from asyncrl.config import AlgorithmConfig, EnvConfig, Recipe, RecipeError
 from asyncrl.core.advantage import Advantage, Advantages
@@ -18,6 +20,8 @@ from asyncrl.core.coordinator import Coordinator
 from asyncrl.core.policy.migration import Limits
 from asyncrl.core.policy.routing import ROUTING
 from asyncrl.core.staleness import make_control
+from asyncrl.core.staleness.buffers import StalenessBuffers
+from asyncrl.core.staleness.inflight_cap import InflightCap
 from asyncrl.core.types import Batch, Task
 from asyncrl.ports import Blocking, Engine, EnvSource, Observer, Tokenizer, WeightTransport
 from asyncrl.runtime.controller import AsyncController, Service
@@ -92,6 +96,19 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         raise RecipeError(
             f"rollout.max_tokens = {recipe.rollout.max_tokens}: the servers take at most {context_length}; lower it"
         )
+    control = make_control(
+        recipe.staleness.control,
+        batch=recipe.rollout.batch_groups,
+        bound=recipe.staleness.bound,
+        queue=recipe.staleness.queue,
+        redundant=recipe.rollout.max_additional_running_prompts,
+        step=version,
+    )
+    keeper = None
+    if recipe.staleness.adaptive.target and isinstance(control, InflightCap | StalenessBuffers):
+        world.observer = keeper = BudgetKeeper(
+            recipe, inner=world.observer, clock=asyncio.get_running_loop().time, set_bound=control.set_bound
+        )
     rng = random.Random(f"{recipe.seed}/proxy")
     proxy = LLMProxy(
         route=None if recipe.coordinated else ROUTING[recipe.engine.routing],
@@ -106,14 +123,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         proxy.add(engine, info)
     rollout = recipe.rollout
     buffer = SampleBuffer(
-        control=make_control(
-            recipe.staleness.control,
-            batch=rollout.batch_groups,
-            bound=recipe.staleness.bound,
-            queue=recipe.staleness.queue,
-            redundant=rollout.max_additional_running_prompts,
-            step=version,
-        ),
+        control=control,
         tasks=TaskMixture(
             [(source.weight, source.train) for source in world.sources.values()],
             seed=recipe.seed,
@@ -133,6 +143,8 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         rng=random.Random(f"{recipe.seed}/backoff"),
         total_groups=(recipe.run.steps - version) * rollout.batch_groups,
     )
+    if keeper is not None:
+        keeper.keep_idle = buffer.keep_idle
     services: list[Service] = []
     parameters: ParameterServer
     if recipe.coordinated:

@@ -74,7 +74,8 @@ async def simulated(
     trace = TraceRecorder(keep_batches=True)
     checked = Checked(observer or trace, limit=recipe.staleness.limit, stall_s=sim.stall_s)
     tasks = SimTasks(sim, seed=seed)
-    lengths = TaskLengths(sim, tasks, seed=seed)
+    trainer = SimTrainer(sim.trainer, recipe.trainer.ranks * recipe.trainer.micro_batch_tokens)
+    lengths = TaskLengths(sim, tasks, seed=seed, progress=lambda: trainer.version / recipe.run.steps)
     cost = cost_of(sim.instance)
     engines = [
         SimEngine(
@@ -97,7 +98,6 @@ async def simulated(
         )
         for i in range(len(engine.urls) or engine.count)
     ]
-    trainer = SimTrainer(sim.trainer, recipe.trainer.ranks * recipe.trainer.micro_batch_tokens)
     envs = SimEnvs(sim.env, tasks, seed=seed, max_turns=recipe.env.max_turns)
     struck = schedule(sim, servers=len(engines), seed=seed, restartable=recipe.trainer.restarts > 0)
     faults = Faults(struck, engines=engines, trainer=trainer, envs=envs, observer=checked)

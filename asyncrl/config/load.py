@@ -197,6 +197,7 @@ def check(recipe: Recipe) -> None:
         servers = len(e.urls) or e.count
         _require(0 <= fault.server < servers, f"sim.faults[{i}].server", fault.server, f"there are {servers} servers")
     _require(0 <= recipe.gateway.port < 65536, "gateway.port", recipe.gateway.port, "must be from 0 to 65535")
+    _check_adaptive(recipe)
     _require(recipe.staleness.queue >= 1, "staleness.queue", recipe.staleness.queue, "must hold at least one batch")
     _require(all(0 <= b < 1 for b in t.betas), "trainer.betas", list(t.betas), "must be in [0, 1)")
     _require(0 < r.top_p <= 1, "rollout.top_p", r.top_p, "must be in (0, 1]")
@@ -471,3 +472,15 @@ def _resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
 def _profile(profile: str, absolute: Callable[[str], str]) -> str:
     """A name such as ``qwen3-8b@h800`` is no path."""
     return profile if "@" in profile else absolute(profile)
+
+
+def _check_adaptive(recipe: Recipe) -> None:
+    s, a, key = recipe.staleness, recipe.staleness.adaptive, "staleness.adaptive"
+    _require(a.target >= 0, f"{key}.target", a.target, "must not be negative; 0: off")
+    _require(a.every_steps >= 1, f"{key}.every_steps", a.every_steps, "must be at least 1")
+    _require(0 <= a.bound_min <= a.bound_max, f"{key}.bound_min", a.bound_min, f"must be from 0 to {key}.bound_max")
+    if a.target:
+        wanted = "needs a control whose bound moves; set staleness.control to inflight_cap or buffers"
+        _require(s.control in ("inflight_cap", "buffers"), f"{key}.target", a.target, wanted)
+        within = f"must be from {key}.bound_min to bound_max"
+        _require(a.bound_min <= s.bound <= a.bound_max, "staleness.bound", s.bound, within)

@@ -142,6 +142,19 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """Dynamic filtering: drop groups whose rewards are all equal, and refill exactly what was dropped."""
 
 
+class AdaptiveConfig(Section, frozen=True, kw_only=True):
+    """A budget for the mean staleness (core/staleness/adaptive.py), of ``inflight_cap`` and ``buffers``."""
+
+    target: float = 0.0
+    """Mean staleness to hold, in versions, by moving ``staleness.bound`` and how many of ``rollout.num_envs`` are in
+    use. 0: neither moves."""
+    bound_min: float = 0.0
+    bound_max: float = 4.0
+    """Between these the bound moves, from ``staleness.bound`` on."""
+    every_steps: int = 10
+    """Steps between two moves; more than the bound, for a lower bound shows only after as many steps."""
+
+
 class StalenessConfig(Section, frozen=True, kw_only=True):
     control: Literal["inflight_cap", "buffers", "queue_drop", "queue_max"] = "inflight_cap"
     """``inflight_cap`` starts only what can be trained in time and wastes nothing; so do StaleFlow's ``buffers``, with
@@ -152,15 +165,17 @@ class StalenessConfig(Section, frozen=True, kw_only=True):
     (StaleFlow §4), a whole number. ``queue_max`` discards what is older; ``queue_drop`` has no bound."""
     queue: float = 1.0
     """Capacity of ``queue_drop``'s queue, in batches."""
+    adaptive: AdaptiveConfig = AdaptiveConfig()
 
     @property
     def limit(self) -> int | None:
         """Largest staleness that a trained sample can have."""
+        bound = max(self.bound, self.adaptive.bound_max) if self.adaptive.target else self.bound
         match self.control:
             case "inflight_cap":
-                return math.ceil(self.bound)
+                return math.ceil(bound)
             case "queue_max" | "buffers":
-                return math.floor(self.bound)
+                return math.floor(bound)
             case "queue_drop":
                 return None
 

@@ -122,6 +122,8 @@ class SimConfig(Section, frozen=True, kw_only=True):
     env: EnvModel = EnvModel()
     lengths: Distribution = LogNormal(mean=1000.0, tailness=50.0)
     """Tokens of a turn's response; ``rollout.max_new_tokens`` cuts them."""
+    lengths_end: Distribution | None = None
+    """What the lengths drift to, evenly over the run's steps; none: they do not."""
     task_share: float = 0.0
     """Share of the lengths' variance that lies between tasks: 1, all responses to a prompt are equally long."""
     prompt_tokens: Distribution = Constant(value=64.0)

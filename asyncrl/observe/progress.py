@@ -102,6 +102,8 @@ class Progress:
         stale = f"mean {m['staleness/mean']:.2f}{self._expected()} max {m['staleness/max']:.0f}" if m else "-"
         text = f"reserved {reserved:.0f}  occupied {occupied:.0f}/{recipe.rollout.batch_groups}"
         rows.append(("buffer", f"{text}  staleness {stale}{bound_note(recipe.staleness.limit)}"))
+        if tally.budget:
+            rows.append(("budget", tally.budget))
         if m:
             parts = [f"{key} {m[f'trainer/{key}']:.4g}" for key in ("loss", "grad_norm") if f"trainer/{key}" in m]
             if "trainer/rank/mfu/mean" in m:

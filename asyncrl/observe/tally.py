@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Recipe
-from asyncrl.core.observed import expected_staleness
+from asyncrl.core.observed import Observed, expected_staleness
 from asyncrl.core.types import Record, Trajectory
 from asyncrl.observe.busy import (
     Mark,
@@ -61,6 +61,7 @@ class Tally(Observer):
         self._before = 0  # steps that the run had done when it was resumed
         self.servers: dict[str, ServerTime] = {}
         self.gauges: dict[str, float] = {}  # newest value of every counter
+        self.budget = ""  # what the staleness budget moved last, and why
         self.states: Counter[str] = Counter()  # finished trajectories by final state
         self._staleness: Counter[int] = Counter()  # trained trajectories by staleness
         self._trainer_busy = 0.0
@@ -96,26 +97,40 @@ class Tally(Observer):
         progress, and seconds of the longest that ended, since the step before. ``predicted/staleness``: from the last
         ``RECENT_STEPS`` steps. What is not known yet is left out."""
         rollout, staleness = self.recipe.rollout, self.recipe.staleness
-        longest, total, members = (sum(column) for column in zip(*self._groups, strict=True))
-        tailness = longest / len(self._groups) * members / total if total else 1.0
-        line = {"response/tailness": tailness}
+        line = {"response/tailness": self._tailness()}
         before = self._recent[-1]
         if mark.episode_s > before.episode_s and mark.at > before.at:
             line["rollout/episodes"] = (mark.episode_s - before.episode_s) / (mark.at - before.at)
             line["rollout/longest_s"] = self._longest_s
             self._longest_s = 0.0
         self._recent.append(mark)
-        kept = self.states["consumed"] / ((self.states["consumed"] + self.states["filtered"]) or 1)
-        if (seen := observed(self._recent[0], mark, tailness=tailness, kept=kept or 1.0)) is not None:
+        if (seen := self.observed(self._recent[0], mark)) is not None:
             line["predicted/staleness"] = expected_staleness(
                 seen,
                 control=staleness.family,
-                bound=staleness.bound,
+                bound=self.gauges.get("staleness/bound", staleness.bound),
                 queue=staleness.queue,
                 batch=self.recipe.batch_trajectories,
-                slots=self._episodes_a_slot * rollout.num_envs,
+                slots=self._episodes_a_slot * int(self.gauges.get("rollout/slots", rollout.num_envs)),
             )
+        for name in ("staleness/bound", "rollout/slots"):
+            if name in self.gauges:
+                line[name] = self.gauges[name]
         return line
+
+    def observed(self, first: Mark, last: Mark) -> Observed | None:
+        """What the run was like between two marks, by the tail of its recent groups; None if too little happened."""
+        kept = self.states["consumed"] / ((self.states["consumed"] + self.states["filtered"]) or 1)
+        return observed(first, last, tailness=self._tailness(), kept=kept or 1.0)
+
+    def _tailness(self) -> float:
+        longest, total, members = (sum(column) for column in zip(*self._groups, strict=True))
+        return longest / len(self._groups) * members / total if total else 1.0
+
+    @property
+    def newest(self) -> Mark:
+        """The end of the newest step; before the first, the run's start."""
+        return self._newest
 
     def trajectory(self, trajectory: Trajectory, state: str) -> None:
         self.states[str(state)] += 1
@@ -137,7 +152,9 @@ class Tally(Observer):
             self._longest_s = max(self._longest_s, end - start)
 
     def instant(self, track: str, name: str, at: float, args: Mapping[str, Any] = NO_ARGS) -> None:
-        """Not counted."""
+        """Of moments, the newest move of the staleness budget is kept."""
+        if track == "budget":
+            self.budget = name
 
     def counter(self, name: str, at: float, value: float) -> None:
         self.gauges[name] = value

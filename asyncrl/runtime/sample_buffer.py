@@ -133,6 +133,8 @@ class SampleBuffer:
         self._ready: dict[int, Group] = {}
         self._unclaimed: deque[Lease] = deque()
         self._lessees: deque[asyncio.Future[Lease]] = deque()
+        self._idle = 0
+        """Lessees that are kept waiting: slots out of use."""
         self._batch_waiter: asyncio.Future[None] | None = None
         self._wanted = False
         """The train loop waits for its batch, or trains parts of it: it is taken the moment it is complete."""
@@ -176,7 +178,7 @@ class SampleBuffer:
     def _admit(self) -> None:
         """Hand episodes to waiting lessees, and admit groups for them while the staleness control allows."""
         self.on_change()
-        while self._lessees:
+        while len(self._lessees) > self._idle:
             future = self._lessees[0]
             if future.done():
                 self._lessees.popleft()
@@ -190,6 +192,11 @@ class SampleBuffer:
                 continue
             self._lessees.popleft()
             future.set_result(lease)
+
+    def keep_idle(self, slots: int) -> None:
+        """Of the EnvManagers that wait for a lease, this many get none from now on. What runs goes on to its end."""
+        self._idle = slots
+        self._admit()
 
     def _may_open(self) -> bool:
         """May a group begin now? With batch rollout, this is where the next wave starts."""

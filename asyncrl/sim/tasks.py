@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from asyncrl.config import SimConfig
 from asyncrl.core.types import Record, Task
@@ -56,8 +56,13 @@ class SimTasks:
 class TaskLengths:
     """``Lengths`` of the simulated servers (sim/engine.py): tokens of a response, at least 1."""
 
-    def __init__(self, sim: SimConfig, tasks: SimTasks, *, seed: int) -> None:
+    def __init__(
+        self, sim: SimConfig, tasks: SimTasks, *, seed: int, progress: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        """``progress``: how much of the run is done, from 0 to 1, for lengths that drift."""
         self._lengths = sim.lengths
+        self._end = sim.lengths_end
+        self._progress = progress
         self._share = sim.task_share
         self._tasks = tasks
         self._seed = seed
@@ -69,7 +74,12 @@ class TaskLengths:
         name = name_of(input_ids)
         self._rng.seed(f"{self._seed}/{name}/{self._asked[name]}")
         self._asked[name] += 1
-        length = self._lengths.sample_shared(self._tasks.traits(name).score, self._rng, self._share)
+        score = self._tasks.traits(name).score
+        drawn = self._rng.getstate()
+        length = self._lengths.sample_shared(score, self._rng, self._share)
+        if self._end is not None:
+            self._rng.setstate(drawn)  # the same draw of both, so that a length moves from the one to the other
+            length += self._progress() * (self._end.sample_shared(score, self._rng, self._share) - length)
         return max(1, round(length))
 
 
