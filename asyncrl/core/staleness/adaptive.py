@@ -7,18 +7,18 @@ gives. From what a stretch of the run was like, ``propose`` moves one lever by w
 
 | the mean is | α (real) | η (whole) |
 |---|---|---|
-| too high | lower α; at its least, fewer slots | fewer slots; at their least, lower η |
-| too low, admission limits | raise α | raise η |
-| too low, slots limit | more slots | more slots |
+| too high | lower α; at its least, fewer slots | lower η, not below the target; then fewer slots; then lower η |
+| too low, admission limits | raise α | more slots; at their most, raise η |
+| too low, slots limit | more slots | the same |
 
-η moves by whole steps of staleness, too coarse for a mean, and a wide one keeps training from waiting for stragglers:
-so there the slots do the work. What the user's limits do not allow is not done, and said. Raising a bound helps at
-once; what was started under a higher one keeps it (core/staleness), so lowering shows after as many steps. Hence a
-stretch should be longer than the bound.
+η moves by whole steps of staleness, too coarse for a mean, so there the slots do the work between two of them. What the
+user's limits do not allow is not done, and said. Raising a bound helps at once; what was started under a higher one
+keeps it (core/staleness), so lowering shows after as many steps. Hence a stretch should be longer than the bound.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from asyncrl.core.observed import Observed, admission_limits
@@ -27,6 +27,9 @@ from asyncrl.core.types import Record
 
 TOLERANCE = 0.05
 """Versions, or share of the target if that is more, that the mean may be off without a move."""
+
+MOST = 2.0
+"""At most by this factor the slots in use change at once: the slope holds near by."""
 
 
 class Budget(Record, frozen=True, kw_only=True):
@@ -65,7 +68,10 @@ def propose(budget: Budget, seen: Observed, staleness: float, now: Setting) -> S
     waiting = admission_limits(seen, slots=slots)
     levers: tuple[_Lever, ...]
     if error < 0:
-        levers = (_fewer_slots, _lower_bound) if budget.whole else (_lower_bound, _fewer_slots)
+        bound_first = not budget.whole or now.bound - 1 >= budget.target
+        levers = (_lower_bound, _fewer_slots) if bound_first else (_fewer_slots, _lower_bound)
+    elif budget.whole:
+        levers = (_more_slots, _raise_bound) if waiting else (_more_slots,)
     else:
         levers = (_raise_bound,) if waiting else (_more_slots,)
     for lever in levers:
@@ -106,6 +112,7 @@ def _slots(budget: Budget, seen: Observed, staleness: float, now: Setting, why: 
     slope = pre_queue_staleness(concurrency=1.0, batch=begun, tailness=seen.tailness, rho=seen.rho)
     in_use = min(seen.episodes / budget.episodes_a_slot, now.num_envs)
     wanted = round(in_use + (budget.target - staleness) / slope / budget.episodes_a_slot)
+    wanted = max(math.ceil(in_use / MOST), min(wanted, math.ceil(in_use * MOST)))
     num_envs = max(budget.envs_min, min(wanted, budget.envs_max))
     if num_envs == now.num_envs or (num_envs > now.num_envs) != (budget.target > staleness):
         return None
