@@ -355,6 +355,7 @@ class SmallWorld:
                 if buffers.admits(version):
                     after = copied(buffers)
                     after.reserve(new, version)
+                    assert after._reserved[new] == version + buffers._bound, "the deadline that all below is held to"
                     assert not was_ready or after.states()[0].state is BufferState.READY
                     yield after, True
         alike = {d: g for g, d in buffers._reserved.items()}.values()
