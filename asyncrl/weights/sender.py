@@ -24,8 +24,8 @@ BROADCAST_TIMEOUT = timedelta(seconds=120)
 
 class UpdateGroup:
     """A group of ``world_size`` members, of which this process is rank 0. Its store listens at ``port`` from the
-    beginning; only then may servers be asked to join, as one that finds nobody there waits for long (SGLang, with its
-    scheduler at a standstill, for half an hour).
+    beginning; only then may servers be asked to join, as one that finds nobody there waits until torch gives up
+    (SGLang with its scheduler at a standstill).
 
     The default process group of the trainer cannot serve: the servers are not in it. ``init_process_group`` cannot make
     another one, and servers look for the store under the group's plain name, so the group is put together by hand.
