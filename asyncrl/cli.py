@@ -28,6 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from asyncrl.serve.__main__ import main as serve
 
         return serve(arguments[1:])
+    if arguments[:1] == ["relay"]:
+        from asyncrl.weights.relay_main import main as relay
+
+        return relay(arguments[1:])
     args = _parser().parse_args(arguments)
     try:
         code = int(args.run(args, arguments))
@@ -114,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     view.set_defaults(run=_view)
 
     commands.add_parser("serve", help="serve a model: SGLang's HTTP API over the embedded engine", add_help=False)
+    commands.add_parser("relay", help="keep the newest weights in a host's shared memory", add_help=False)
     return parser
 
 

@@ -1,13 +1,15 @@
-"""Inference servers that a run starts on this machine: the embedded engine or SGLang, one process each.
+"""What a run starts on this machine beside the trainer: inference servers (the embedded engine or SGLang) and relays of
+weights, one process each.
 
-Owns the child processes. A server that ends by itself is started again, a few times; the proxy sends its requests
-elsewhere meanwhile and brings its weights up to date when it answers again.
+Owns the child processes. One that ends by itself is started again, a few times: the proxy sends a server's requests
+elsewhere meanwhile and brings its weights up to date when it answers again, and the other relays go on without one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -18,25 +20,24 @@ from asyncrl.processes import Child, ChildError, free_port
 T = TypeVar("T")
 
 STEADY_S = 600.0
-"""A server that ran for so long was in order: its restarts are counted anew. One that dies again and again has a cause
+"""A process that ran for so long was in order: its restarts are counted anew. One that dies again and again has a cause
 that a restart does not mend."""
 MAX_BACKOFF_S = 30.0
 
 
-class LocalServers:
-    """``engine.count`` servers on loopback, or none where ``engine.urls`` names running ones, which stay untouched.
+class LocalProcesses(ABC):
+    """``count`` processes on loopback, or none where ``given`` are the URLs of running ones, which stay untouched.
     ``note`` prints a line for the user."""
 
-    def __init__(self, recipe: Recipe, *, logs: Path, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, recipe: Recipe, given: list[str], count: int, *, logs: Path, note: Callable[[str], None]
+    ) -> None:
         self._recipe = recipe
         self._logs = logs
         self._note = note
-        self._ports = [] if recipe.engine.urls else [free_port() for _ in range(recipe.engine.count)]
+        self._ports = [] if given else [free_port() for _ in range(count)]
         self._children: list[Child] = []
-
-    @property
-    def urls(self) -> list[str]:
-        return self._recipe.engine.urls or [f"http://127.0.0.1:{port}" for port in self._ports]
+        self.urls = given or [f"http://127.0.0.1:{port}" for port in self._ports]
 
     async def start(self) -> None:
         """Start all processes; does not wait until they are ready."""
@@ -44,7 +45,7 @@ class LocalServers:
             self._children.append(await self._start(index))
 
     async def until_death(self, starting: Awaitable[T]) -> T:
-        """``starting``, unless a server ends before it is done: then ``ChildError`` with its last words, at once."""
+        """``starting``, unless a process ends before it is done: then ``ChildError`` with its last words, at once."""
 
         async def guard(child: Child) -> None:
             await child.wait()
@@ -58,7 +59,7 @@ class LocalServers:
         return result
 
     async def watch(self) -> None:
-        """Until cancelled; starts ended servers anew."""
+        """Until cancelled; starts ended processes anew."""
         async with asyncio.TaskGroup() as group:
             for index in range(len(self._children)):
                 group.create_task(self._keep(index))
@@ -69,7 +70,7 @@ class LocalServers:
                 group.create_task(child.stop())
 
     async def _keep(self, index: int) -> None:
-        """Keep one server running. Out of restarts it stays dead: the run ends when no server is left."""
+        """Keep one process running. Out of restarts it stays dead: the run ends when no server is left."""
         engine, loop = self._recipe.engine, asyncio.get_running_loop()
         tries = 0
         while True:
@@ -85,6 +86,30 @@ class LocalServers:
             self._children[index] = await self._start(index)
         again = f"; it died {tries + 1} times and is given up" if tries else ""
         self._note(f"{self._children[index].death()}{again}")
+
+    @abstractmethod
+    async def _start(self, index: int) -> Child: ...
+
+
+class LocalRelays(LocalProcesses):
+    """``weights.relays`` of them, where the recipe asks for relays and names none."""
+
+    def __init__(self, recipe: Recipe, *, logs: Path, note: Callable[[str], None]) -> None:
+        weights = recipe.weights
+        count = weights.relays if weights.transport == "relay" else 0
+        super().__init__(recipe, weights.relay_urls, count, logs=logs, note=note)
+
+    async def _start(self, index: int) -> Child:
+        command = [sys.executable, "-m", "asyncrl.weights.relay_main", "--port", str(self._ports[index])]
+        command += ["--chunk-mb", str(self._recipe.weights.chunk_mb), "--log-level", "warning"]
+        return await Child.start(f"relay {index}", command, log=self._logs / f"relay-{index}.log", env={})
+
+
+class LocalServers(LocalProcesses):
+    """``engine.count`` servers, where ``engine.urls`` names none."""
+
+    def __init__(self, recipe: Recipe, *, logs: Path, note: Callable[[str], None]) -> None:
+        super().__init__(recipe, recipe.engine.urls, recipe.engine.count, logs=logs, note=note)
 
     async def _start(self, index: int) -> Child:
         engine = self._recipe.engine

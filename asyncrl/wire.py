@@ -1,11 +1,12 @@
 """Messages shared by both ends of every socket, as msgspec structs.
 
-Three conversations cross a process boundary:
+Four conversations cross a process boundary:
 
 * controller → inference server: SGLang's HTTP API as JSON (``Generate…``, ``Pause…``, ``Update…`` …). Field names and
   meaning are SGLang 0.5.23's; both the client (``engine/sglang.py``) and the embedded server (``serve/``) use these.
 * controller → trainer's rank 0: msgpack over HTTP on loopback (``Train…``). Token columns travel as raw bytes.
 * trainer → servers: weights, described by a manifest (``core/manifest.py``), over disk or a collective group.
+* controller ⇄ relays: JSON over a WebSocket (``Relay…``); relay ⇄ relay or trainer: msgpack (``Fetch…``) before bytes.
 
 Unknown keys are ignored when decoding, so that a newer SGLang does not break an older client.
 """
@@ -13,6 +14,8 @@ Unknown keys are ignored when decoding, so that a newer SGLang does not break an
 from __future__ import annotations
 
 import msgspec
+
+from asyncrl.core.manifest import Manifest
 
 # --- SGLang's HTTP API (JSON) -----------------------------------------------------------------------------------------
 
@@ -244,7 +247,8 @@ class TrainReply(msgspec.Struct, kw_only=True, frozen=True):
 class PublishReq(msgspec.Struct, kw_only=True, frozen=True):
     """POST /publish: one part of moving weights. ``disk``: write the current weights, ``version``, to the folder
     ``path``. ``stage``: gather them into rank 0's memory. ``collective``: broadcast what was staged as ``version`` over
-    the update group, while the servers receive; needs nothing of the ranks, so a train step may run meanwhile."""
+    the update group, while the servers receive; needs nothing of the ranks, so a train step may run meanwhile.
+    ``relay``: gather them into rank 0's memory, from which relays take them at the ``port`` in the answer's metrics."""
 
     version: int
     transport: str
@@ -282,3 +286,45 @@ class TrainerInfo(msgspec.Struct, kw_only=True, frozen=True):
     dtypes: list[str]
     shapes: list[list[int]]
     checksums: list[int] = []
+
+
+# --- Relays -----------------------------------------------------------------------------------------------------------
+
+
+class RelayOrders(msgspec.Struct, kw_only=True, frozen=True):
+    """Controller → relay, over /control: ``core.relay_chain.Orders`` of ``run``. What it holds of another run is
+    dropped first: version numbers mean something within a run only."""
+
+    run: str
+    source: str = ""
+    versions: tuple[int, ...] = ()
+
+
+class RelayState(msgspec.Struct, kw_only=True, frozen=True):
+    """Relay → controller, over /control, at every change and as a heartbeat; also GET /state. ``data_port`` is where
+    others take weights from it, ``folder`` where version N lies complete as ``vN``. ``received`` counts the bytes of
+    weights that came over the wire since it was started, ``refused`` those that were corrupt. ``error`` is why it
+    cannot take version ``unable``, in one line."""
+
+    run: str
+    data_port: int
+    folder: str
+    versions: list[int]
+    received: int = 0
+    refused: int = 0
+    unable: int | None = None
+    error: str = ""
+
+
+class FetchReq(msgspec.Struct, kw_only=True, frozen=True):
+    """Send the file of ``version`` (``core/weight_file.py``) from byte ``offset`` on."""
+
+    run: str
+    version: int
+    offset: int
+
+
+class FetchReply(msgspec.Struct, kw_only=True, frozen=True):
+    """Before the bytes. Without a ``manifest`` the version is not there, nor on its way, and none follow."""
+
+    manifest: Manifest | None = None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
-from asyncrl.checksum import checksum
+from asyncrl.checksum import checksum, checksum_of_part
 
 
 def by_hand(tensor: torch.Tensor) -> int:
@@ -35,3 +37,11 @@ def test_any_flipped_bit_changes_it() -> None:
             other = tensor.clone()
             other.view(torch.uint8)[byte] ^= 1 << bit
             assert checksum(other) != before
+
+
+def test_the_bytes_of_a_tensor_give_its_checksum_however_they_are_cut() -> None:
+    tensor = torch.randn(53)
+    data = memoryview(tensor.numpy().tobytes())
+    for cuts in ([0, 212], [0, 1, 212], [0, 3, 8, 11, 11, 100, 107, 212], list(range(213))):
+        parts = [checksum_of_part(data[a:b], a) for a, b in pairwise(cuts)]
+        assert sum(parts) % 2**64 == checksum(tensor)

@@ -211,7 +211,7 @@ def test_a_signal_during_setup_ends_it_and_leaves_nothing(recipe: Path, number: 
     assert not list(recipe.glob("build*"))
 
 
-# --- serve and report -------------------------------------------------------------------------------------------------
+# --- serve, relay and report -------------------------------------------------------------------------------------------
 
 
 def test_serve_on_a_port_in_use_is_one_line(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,6 +226,21 @@ def test_serve_on_a_port_in_use_is_one_line(recipe: Path, capsys: pytest.Capture
 def test_serve_without_a_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(tmp_path / "none")]) == 2
     assert one_line(capsys).startswith(f"asyncrl serve: {tmp_path / 'none'}: no such model folder")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1:0: Cannot assign requested address; choose another port"),
+        (["--memory", "/no/such"], "--memory /no/such: No such file or directory; name a folder in shared memory"),
+        (["--chunk-mb", "0"], "--chunk-mb 0: must be at least 1"),
+    ],
+)
+def test_a_relay_that_cannot_start_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["relay", "--port", "0", *arguments]) == 2
+    assert one_line(capsys) == f"asyncrl relay: {message}"
 
 
 def test_report_of_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

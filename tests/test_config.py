@@ -118,7 +118,7 @@ def test_an_override_that_is_no_assignment_is_refused(tmp_path: Path, text: str)
         ({"trainer": {"betas": [0.9]}}, "trainer.betas: expected `array` of length 2, got 1"),
         ({"rollout": 5}, "rollout: expected `table`, got `int`"),
         ({"engine": {"kind": "vllm"}}, "engine.kind: unknown 'vllm'; known are embedded, sglang"),
-        ({"weights": {"transport": "usb"}}, "weights.transport: unknown 'usb'; known are disk, collective"),
+        ({"weights": {"transport": "usb"}}, "weights.transport: unknown 'usb'; known are disk, collective, relay"),
         ({"preset": "roll"}, f"preset: unknown 'roll'; known are {', '.join(PRESETS)}"),
         ({"preset": ["sync"]}, f"preset: unknown ['sync']; known are {', '.join(PRESETS)}"),
     ],
@@ -131,6 +131,9 @@ def test_an_unknown_key_or_a_wrong_type_is_one_line_with_the_key(table: dict[str
 
 IMPOSSIBLE = [
     ("rollout.batch_groups", 0),
+    ("weights.relays", 0),
+    ("weights.keep_versions", 0),
+    ("weights.chunk_mb", 0),
     ("rollout.group_size", 0),
     ("rollout.group_size", 1),
     ("rollout.num_envs", 0),

@@ -36,6 +36,8 @@ SAME_LEVEL = {
     ("serve", "checksum"): "and the receiving end compares",
     ("train", "loading"): "a user's loss is named as an environment is",
     ("train", "weights.sender"): "rank 0 is the sending end of a transport",
+    ("train", "weights.outlet"): "and of another",
+    ("weights", "checksum"): "a relay compares what it received",
 }
 """Imports between worlds that the tree needs, each with its reason."""
 OUTSIDE_TASK_GROUPS = {"shield.py": "the one task that must outlive a cancellation, joined before its call returns"}

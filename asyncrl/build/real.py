@@ -14,6 +14,7 @@ from asyncrl.build.errors import one_line
 from asyncrl.build.setup import set_up
 from asyncrl.build.sources import load_environments, load_sources
 from asyncrl.config import Recipe, RecipeError, dumps
+from asyncrl.config.relays import relays_of
 from asyncrl.core.ledger import Ledger
 from asyncrl.engine.health import HealthMonitor
 from asyncrl.engine.sglang import SGLangEngine
@@ -31,12 +32,13 @@ from asyncrl.runtime.gateway import Gateway
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.restarts import RestartingTrainer
 from asyncrl.runtime.reward import Scorer
-from asyncrl.servers import LocalServers
+from asyncrl.servers import LocalRelays, LocalServers
 from asyncrl.tokenizer import HuggingFaceTokenizer
 from asyncrl.train.client import HttpTrainer
 from asyncrl.watchdog import LoopWatchdog
 from asyncrl.weights.collective import CollectiveTransport
 from asyncrl.weights.disk import DiskTransport
+from asyncrl.weights.relay_transport import RelayTransport
 from asyncrl.workers import ThreadBlocking
 
 FLUSH_S = 2.0
@@ -81,6 +83,7 @@ async def train(
     progress = Progress(recorder, out)
     blocking = ThreadBlocking()
     servers = LocalServers(recipe, logs=logs, note=progress.note)
+    relays = LocalRelays(recipe, logs=logs, note=progress.note)
     job = HttpTrainer(
         recipe,
         recipe.model.path,
@@ -101,7 +104,28 @@ async def train(
         SGLangEngine(url, f"server {i}", recipe.engine, rng=random.Random(f"{recipe.seed}/{i}"), model_type=model_type)
         for i, url in enumerate(servers.urls)
     ]
-    transport = _transport(recipe, job, run_dir)
+    services = [servers.watch, relays.watch]
+    transport: WeightTransport
+    match recipe.weights.transport:
+        case "disk":
+            folder = recipe.weights.folder
+            transport = DiskTransport(job, Path(folder) if folder else run_dir / "weights")
+        case "collective":
+            transport = CollectiveTransport(job, address=recipe.weights.address, backend=recipe.weights.backend)
+        case "relay":
+            nearest = relays_of(servers.urls, relays.urls)
+            transport = chain = RelayTransport(
+                job,
+                relays.urls,
+                {engine.name: relay for engine, relay in zip(engines, nearest, strict=True) if relay is not None},
+                address=recipe.weights.address,
+                keep=recipe.weights.keep_versions,
+                run=f"{run_dir.name}-{random.SystemRandom().getrandbits(64):016x}",
+                timeout_s=recipe.engine.control_timeout_s,
+                observer=recorder,
+                note=progress.note,
+            )
+            services.append(chain.watch)
 
     run: Run | None = None
     baseline = None if point is None else point.entry.baseline
@@ -178,7 +202,7 @@ async def train(
         baseline=baseline,
         own_advantage=own_advantage,
         gateway=gateway,
-        services=[flush, servers.watch, keeper.watch, LoopWatchdog(USER_CODE, limit_s=recipe.env.block_timeout_s).run],
+        services=[*services, flush, keeper.watch, LoopWatchdog(USER_CODE, limit_s=recipe.env.block_timeout_s).run],
     )
 
     async def render() -> None:
@@ -195,8 +219,9 @@ async def train(
             progress.note(f"starting {len(engines)} servers and {recipe.trainer.ranks} trainer ranks, logs in {logs}")
             if gateway is not None:
                 await _listen(gateway, recipe)
+            await relays.start()
             await servers.start()
-            run = await servers.until_death(assemble(recipe, world))
+            run = await relays.until_death(servers.until_death(assemble(recipe, world)))
             monitor = HealthMonitor(engines, HEALTH_INTERVAL_S, HEALTH_FAILURES, _on_health(run.proxy))
             watching = group.create_task(monitor.run())
             with rare_collections():
@@ -216,7 +241,15 @@ async def train(
         try:
             doors = [] if gateway is None else [gateway.close]
             engines_close = [engine.close for engine in engines]
-            for close in (*doors, transport.close, trainer.close, *engines_close, servers.stop, blocking.close):
+            for close in (
+                *doors,
+                transport.close,
+                trainer.close,
+                *engines_close,
+                servers.stop,
+                relays.stop,
+                blocking.close,
+            ):
                 await close()
         finally:  # a second interrupt cuts the above short: the kernel ends the processes with this one
             books = Ledger() if run is None else run.buffer.ledger
@@ -254,13 +287,6 @@ async def _listen(gateway: Gateway, recipe: Recipe) -> None:
     except OSError as error:
         where = f"gateway.host = {recipe.gateway.host!r}, gateway.port = {recipe.gateway.port}"
         raise RecipeError(f"{where}: cannot listen there ({error.strerror or error})") from None
-
-
-def _transport(recipe: Recipe, trainer: HttpTrainer, run_dir: Path) -> WeightTransport:
-    if recipe.weights.transport == "collective":
-        weights = recipe.weights
-        return CollectiveTransport(trainer, address=weights.address, backend=weights.backend)
-    return DiskTransport(trainer, Path(recipe.weights.folder) if recipe.weights.folder else run_dir / "weights")
 
 
 def _on_health(proxy: LLMProxy) -> Callable[[Engine, bool], None]:

@@ -126,7 +126,13 @@ async def simulated(
     world = World(
         engines=engines,
         trainer=restarting,
-        transport=SimTransport(sim.weights, transport_of(recipe), servers=len(engines), trainer=trainer),
+        transport=SimTransport(
+            sim.weights,
+            transport_of(recipe),
+            servers=len(engines),
+            trainer=trainer,
+            keep=recipe.weights.keep_versions,
+        ),
         tokenizer=SimTokenizer(),
         blocking=SimBlocking(rng=random.Random(f"{seed}/blocking")),
         observer=checked,

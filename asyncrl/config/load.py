@@ -20,6 +20,7 @@ import msgspec
 from asyncrl.config.algorithm import check_algorithm
 from asyncrl.config.base import RecipeError, Section
 from asyncrl.config.recipe import Recipe, Source
+from asyncrl.config.relays import relays_of
 from asyncrl.core.distributions import Empirical
 from asyncrl.core.policy.presets import PRESETS
 
@@ -99,6 +100,9 @@ def check(recipe: Recipe) -> None:
         "run.steps": recipe.run.steps,
         "run.eval_samples": recipe.run.eval_samples,
         "weights.bucket_mb": recipe.weights.bucket_mb,
+        "weights.relays": recipe.weights.relays,
+        "weights.keep_versions": recipe.weights.keep_versions,
+        "weights.chunk_mb": recipe.weights.chunk_mb,
     }
     sim = recipe.sim
     at_least_one |= {
@@ -283,6 +287,8 @@ def check(recipe: Recipe) -> None:
         recipe.run.eval_tasks or recipe.run.eval_every,
         "needs held-out rows; set task.heldout",
     )
+    if recipe.weights.transport == "relay":
+        _check_relays(recipe)
     for name, source in recipe.mixture.items():
         _check_source(f"sources.{name}" if name else "env", source)
 
@@ -324,6 +330,16 @@ def _check_coordination(recipe: Recipe) -> None:
     }
     for key, broken in needs.items():
         _require(not broken, key, values[key], 'is the coordinator\'s; set staleness.control = "buffers"')
+
+
+def _check_relays(recipe: Recipe) -> None:
+    given, local = recipe.weights.relay_urls, ["http://127.0.0.1"]
+    for url in given:
+        _require(bool(re.fullmatch(r"https?://[^/]+:\d+/?", url)), "weights.relay_urls", url, "write http://HOST:PORT")
+    servers = recipe.engine.urls or local
+    for server, relay in zip(servers, relays_of(servers, given or local), strict=True):
+        remedy = f"no relay on the host of {server}; start one there (asyncrl relay --host HOST) and name it"
+        _require(relay is not None, "weights.relay_urls", given, remedy)
 
 
 def _check_source(table: str, source: Source) -> None:

@@ -304,15 +304,26 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
 
 
 class WeightsConfig(Section, frozen=True, kw_only=True):
-    transport: Literal["disk", "collective"] = "disk"
+    transport: Literal["disk", "collective", "relay"] = "disk"
+    """``relay`` (Laminar §4): a chain of relays, one on every host with servers, brings each version into that host's
+    shared memory while training and generation go on; servers load it from there."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Of ``collective``. ``auto``: the trainer's own; a trainer that shares a GPU with a server needs gloo."""
     address: str = "127.0.0.1"
-    """Where the servers reach the trainer's rank 0, for ``collective``."""
+    """Where the servers (``collective``) or the relays reach the trainer's rank 0."""
     folder: str = ""
     """Shared folder of the ``disk`` transport. Empty: ``weights/`` in the run directory."""
     bucket_mb: int = 256
     """Largest piece that is gathered or broadcast at once."""
+    relays: int = 1
+    """Relays to start here, when ``relay_urls`` is empty; servers take turns at them. More than one is for trying out a
+    chain on one machine."""
+    relay_urls: list[str] = []
+    """Relays that already run (``asyncrl relay``), one on every host with servers, in the order of the chain."""
+    keep_versions: int = 2
+    """Versions that each relay keeps in its host's memory, beside the one that arrives."""
+    chunk_mb: int = 32
+    """What a relay has of a version before it gives it on."""
 
 
 class RunConfig(Section, frozen=True, kw_only=True):

@@ -16,9 +16,11 @@ Both broadcasts pass chunks down a chain of p = servers + 1 nodes, in the best w
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 from asyncrl.core.theory.broadcast import Chain, best_chunks, broadcast_time
+from asyncrl.core.types import Record
 
 Transport = Literal["disk", "collective", "relay"]
 
@@ -71,3 +73,36 @@ def broadcast_seconds(speeds: Speeds, servers: int) -> float:
         return speeds.gigabytes * 1e9 * byte_s
     chain = Chain(nodes=servers + 1, size=speeds.gigabytes * 1e9, byte_s=byte_s, start_s=speeds.hop_s)
     return broadcast_time(chain, best_chunks(chain))
+
+
+class Slice(Record, frozen=True, kw_only=True):
+    """A piece of a tensor of ``size`` bytes that ``receiver`` needs; each of ``senders`` has it."""
+
+    size: int
+    receiver: str
+    senders: Sequence[str]
+
+
+class Link(Record, frozen=True, kw_only=True):
+    """From one sender to one receiver, as measured beforehand: bytes a second, and seconds that each slice costs."""
+
+    bandwidth: float
+    start_s: float = 0.0
+
+
+def plan_senders(slices: Sequence[Slice], links: Mapping[tuple[str, str], Link]) -> tuple[str, ...]:
+    """Who sends each of ``slices``, for trainers whose ranks share the sending (StaleFlow appendix A.2, figure 22).
+
+    A sender's latency is the sum over its slices of size / bandwidth + start. Slice by slice, the candidate with the
+    smallest latency so far gets it; of equal ones the first named. Raises ``ValueError`` for a slice that nobody has.
+    """
+    latency: dict[str, float] = {}
+    chosen: list[str] = []
+    for i, piece in enumerate(slices):
+        if not piece.senders:
+            raise ValueError(f"slice {i} for {piece.receiver}: nobody has it")
+        sender = min(piece.senders, key=lambda name: latency.get(name, 0.0))
+        link = links[sender, piece.receiver]
+        latency[sender] = latency.get(sender, 0.0) + piece.size / link.bandwidth + link.start_s
+        chosen.append(sender)
+    return tuple(chosen)

@@ -1,7 +1,7 @@
 """The simulated way of weights to the servers: seconds by the formulas of core/transfer.py, then each server's load.
 
 Keeps the versions that the real transport would still have, and refuses others as it does: the shared folder holds the
-newest two, the trainer stages one for the collective, relays keep the newest two.
+newest two, the trainer stages one for the collective, relays keep ``weights.keep_versions``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from asyncrl.sim.trainer import SimTrainer
 class SimTransport:
     """Moves ``trainer``'s weights to a fleet of ``servers``."""
 
-    def __init__(self, model: WeightsModel, transport: Transport, *, servers: int, trainer: SimTrainer) -> None:
+    def __init__(
+        self, model: WeightsModel, transport: Transport, *, servers: int, trainer: SimTrainer, keep: int = 2
+    ) -> None:
         self._model = model
         self._transport = transport
         self._servers = servers
         self._trainer = trainer
-        self._kept: deque[int] = deque([trainer.version], maxlen=1 if transport == "collective" else 2)
+        most = {"disk": 2, "collective": 1, "relay": keep}[transport]
+        self._kept: deque[int] = deque([trainer.version], maxlen=most)
         self._arrived = trainer.version
         """Newest version that has come down the whole chain of relays."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from array import array
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -132,10 +132,15 @@ class HttpTrainer:
         forever: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         await (forever if self._job is None else self._job.unless_ended(forever))
 
-    async def publish(self, version: int, transport: str, path: str = "") -> None:
-        """One part of moving weights, see ``wire.PublishReq``. Raises ``TrainerError``."""
+    async def publish(self, version: int, transport: str, path: str = "") -> dict[str, float]:
+        """One part of moving weights, see ``wire.PublishReq``; the answer's metrics. Raises ``TrainerError``."""
         reply = await self._command("publish", PublishReq(version=version, transport=transport, path=path))
         self._info = msgspec.structs.replace(self.info, checksums=reply.checksums)
+        return reply.metrics
+
+    async def unless_ended(self, work: Awaitable[T]) -> T:
+        """``work``'s result; ``TrainerDied`` as soon as the job that was started here ends."""
+        return await (work if self._job is None else self._job.unless_ended(work))
 
     async def open_group(self, address: str, world_size: int, group: str, backend: str) -> int:
         """The port at ``address`` where rank 0 now listens for the servers of an update group. Raises
@@ -185,7 +190,7 @@ class HttpTrainer:
     async def _bounded(self, work: Coroutine[None, None, T], timeout_s: float, what: str, key: str) -> T:
         try:
             async with asyncio.timeout(timeout_s):
-                return await (work if self._job is None else self._job.unless_ended(work))
+                return await self.unless_ended(work)
         except TimeoutError:
             raise self._gone(f"trainer: {what} within {timeout_s:g} s; see {self._log}, or raise {key}") from None
 

@@ -1,6 +1,7 @@
 """Rank 0: carries the controller's commands out, with the other ranks where the model is needed.
 
-main thread ── channel ──▶ ranks 1…           feed, train_step, publish (disk, stage), save (copies, begins to write)
+main thread ── channel ──▶ ranks 1…           feed, train_step, publish (disk, stage, relay), save (copies, begins to
+                                              write)
 sender thread ── update group ──▶ servers     open_group, join_group, publish (collective): may run beside a train step
 checkpoint thread ── gloo ──▶ ranks 1…        what save began: may run beside both
 """
@@ -28,6 +29,7 @@ from asyncrl.train.server import Refused
 from asyncrl.train.statistics import advantage_moments
 from asyncrl.train.step import BadBatch, StepBroken
 from asyncrl.train.work import StepRefused, plan_part, plan_work, token_advantages
+from asyncrl.weights.outlet import Outlet
 from asyncrl.weights.sender import UpdateGroup
 from asyncrl.wire import FeedReq, OpenGroupReq, PublishReq, SaveReq, TrainerInfo, TrainReq, TrainSequence
 
@@ -53,6 +55,7 @@ class Leader:
         self._checksums: list[int] = []
         """Of the staged tensors."""
         self._group: UpdateGroup | None = None
+        self._outlet: Outlet | None = None
         self._checkpoint = Path()
         """The one that was begun last."""
 
@@ -163,15 +166,18 @@ class Leader:
         if request.version != version:
             raise Refused(f"version {request.version} cannot be published: the weights are version {version}")
         started = time.perf_counter()
+        port: dict[str, float] = {}
         if request.transport == "disk":
             path = Path(request.path)
             self._write(path)
             drop_other_versions(path.parent, version)
         elif request.transport == "stage":
             self._stage(version)
+        elif request.transport == "relay":
+            port = {"port": float(self._offer(version))}
         else:
-            raise Refused(f"transport {request.transport!r} is not known; use disk, stage or collective")
-        return {"seconds": time.perf_counter() - started, "bytes": float(self._rank.weights.nbytes)}
+            raise Refused(f"transport {request.transport!r} is not known; use disk, stage, collective or relay")
+        return {"seconds": time.perf_counter() - started, "bytes": float(self._rank.weights.nbytes), **port}
 
     def save(self, request: SaveReq) -> dict[str, float]:
         """Copy the state and have it written; the seconds are those that training stood still."""
@@ -247,6 +253,26 @@ class Leader:
         self._staged = (version, staged)
         self._checksums = [checksum(staged[t.name]) for t in self._rank.weights.tensors]
 
+    def _offer(self, version: int) -> int:
+        """A whole copy in memory from which relays take it; the port where."""
+        address = self._rank.recipe.weights.address
+        if self._outlet is None:
+            try:
+                self._outlet = Outlet(address)
+            except OSError as error:
+                raise Refused(_cannot_listen("relays", address, error)) from error
+        weights = msgspec.structs.replace(self._rank.weights, version=version)
+        layout, memory = self._outlet.begin(weights)
+        places = {place.tensor.name: place for place in layout.places}
+        self._tell(Gather())
+        for bucket in self._rank.gather(keep=True):
+            for name, tensor in bucket.items():
+                start, size = places[name].start, places[name].tensor.nbytes
+                copy = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
+                copy.copy_(tensor.reshape(-1).view(torch.uint8))
+        self._outlet.offer(weights)
+        return self._outlet.port
+
     # --- sender thread
 
     def open_group(self, request: OpenGroupReq) -> dict[str, float]:
@@ -254,10 +280,7 @@ class Leader:
         try:
             self._group = UpdateGroup(request.address, request.world_size, request.group_name, request.backend)
         except (RuntimeError, ValueError) as error:
-            raise Refused(
-                f"cannot listen for servers at {request.address}: {_first_line(error)}; set weights.address to where "
-                "they reach the trainer"
-            ) from error
+            raise Refused(_cannot_listen("servers", request.address, error)) from error
         return {"port": float(self._group.port)}
 
     def join_group(self, _: None) -> dict[str, float]:
@@ -309,6 +332,11 @@ def _assembled(request: TrainReq, fed: Fed) -> TrainReq:
     others = iter(request.sequences)
     sequences = [places[i] if i in places else next(others) for i in range(count)]
     return msgspec.structs.replace(request, sequences=sequences)
+
+
+def _cannot_listen(whom: str, address: str, error: Exception) -> str:
+    why = _first_line(error)
+    return f"cannot listen for {whom} at {address}: {why}; set weights.address to where they reach the trainer"
 
 
 def _first_line(error: BaseException) -> str:

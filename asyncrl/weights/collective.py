@@ -25,7 +25,7 @@ class Publisher(Protocol):
     @property
     def alive(self) -> bool: ...
 
-    async def publish(self, version: int, transport: str, path: str = "") -> None: ...
+    async def publish(self, version: int, transport: str, path: str = "") -> object: ...
 
     async def open_group(self, address: str, world_size: int, group: str, backend: str) -> int: ...
 
@@ -89,12 +89,14 @@ class CollectiveTransport:
         """Servers may outlive this run and keep old groups, so a name is never used twice."""
         return f"asyncrl-{os.getpid()}-{self._formed}"
 
-    async def _together(self, trainer: Coroutine[Any, Any, None], servers: Sequence[Coroutine[Any, Any, None]]) -> None:
+    async def _together(
+        self, trainer: Coroutine[Any, Any, object], servers: Sequence[Coroutine[Any, Any, None]]
+    ) -> None:
         """One collective. All parts run to their end, as each has its deadline, and then the cause is told from the
         consequences: a dead trainer before a failing server before a trainer that merely saw the group break."""
         errors: list[EngineError | TrainerError] = []
 
-        async def part(work: Coroutine[Any, Any, None]) -> None:
+        async def part(work: Coroutine[Any, Any, object]) -> None:
             try:
                 await work
             except (EngineError, TrainerError) as error:

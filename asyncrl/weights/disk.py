@@ -19,7 +19,7 @@ from asyncrl.ports import Engine, EngineError
 class Publisher(Protocol):
     """What this transport needs of the trainer's client."""
 
-    async def publish(self, version: int, transport: str, path: str = "") -> None: ...
+    async def publish(self, version: int, transport: str, path: str = "") -> object: ...
 
 
 class DiskTransport:

@@ -30,8 +30,9 @@ def set_(*overrides: str) -> list[str]:
     [
         ["weights.transport=disk"],
         ["weights.transport=collective", "staleness.bound=0", "rollout.expand_num_return_sequences=false"],
+        ["weights.transport=relay", "weights.relays=2"],
     ],
-    ids=["disk", "collective, synchronous, one request a group"],
+    ids=["disk", "collective, synchronous, one request a group", "two relays"],
 )
 def test_a_run_leaves_everything_it_promises(train: Start, tiny_recipe: Path, overrides: list[str]) -> None:
     run = train(*set_(*overrides))

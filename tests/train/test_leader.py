@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 
-from asyncrl.config import Recipe
+from asyncrl.config import Recipe, load_table
 from asyncrl.core.manifest import Manifest, TensorInfo
 from asyncrl.train import dump, export
 from asyncrl.train.client import train_request
@@ -20,7 +22,8 @@ from asyncrl.train.leader import Leader
 from asyncrl.train.server import Refused
 from asyncrl.train.step import BadBatch, StepBroken
 from asyncrl.train.work import StepRefused
-from asyncrl.wire import PublishReq
+from asyncrl.weights.link import connect, frame, receive
+from asyncrl.wire import FetchReply, FetchReq, PublishReq
 
 from .batches import make_batch
 
@@ -41,7 +44,7 @@ class PlayedRank:
     def gather(self, keep: bool) -> Iterator[dict[str, Tensor]]:
         for tensor in self.weights.tensors:
             self.gathered += 1
-            yield {tensor.name: torch.zeros(tensor.shape)}
+            yield {tensor.name: torch.ones(tensor.shape)}
 
 
 @pytest.fixture
@@ -119,8 +122,27 @@ def test_only_the_current_version_is_published(leader: Leader, tmp_path: Path) -
             leader.publish(PublishReq(version=3, transport=transport, path=str(tmp_path / "v3")))
 
 
+async def test_what_relays_take_is_the_gathered_weights_with_their_checksums(leader: Leader, rank: PlayedRank) -> None:
+    metrics = leader.publish(PublishReq(version=4, transport="relay"))
+    assert metrics["bytes"] == 24 and metrics["seconds"] > 0
+    with await connect(f"127.0.0.1:{int(metrics['port'])}") as sock:
+        await asyncio.get_running_loop().sock_sendall(sock, frame(FetchReq(run="", version=4, offset=0)))
+        manifest = (await receive(sock, FetchReply)).manifest
+        file = b""
+        while part := await asyncio.get_running_loop().sock_recv(sock, 2**16):
+            file += part
+    assert manifest is not None and manifest.checksums == dict.fromkeys("abc", 0x3F8000003F800000)
+    assert {name: t.tolist() for name, t in load(file).items()} == {name: [1.0, 1.0] for name in "abc"}
+
+
+def test_an_address_that_is_not_the_trainers_is_refused_with_the_key(leader: Leader, rank: PlayedRank) -> None:
+    rank.recipe = load_table({"weights": {"address": "192.0.2.1"}})
+    with pytest.raises(Refused, match=r"cannot listen for relays at 192.0.2.1: .*; set weights.address to where they"):
+        leader.publish(PublishReq(version=4, transport="relay"))
+
+
 def test_an_unknown_transport_is_refused_with_the_known_ones(leader: Leader) -> None:
-    with pytest.raises(Refused, match="'pigeon' is not known; use disk, stage or collective"):
+    with pytest.raises(Refused, match="'pigeon' is not known; use disk, stage, collective or relay"):
         leader.publish(PublishReq(version=4, transport="pigeon"))
 
 

@@ -1,0 +1,85 @@
+"""How weights travel between two processes: one TCP connection for one version, asked for by the one that lacks it.
+
+    taker → giver    length, FetchReq
+    giver → taker    length, FetchReply, then the bytes of the file from the offset that was asked for to its end
+
+The giver sends what it has and goes on as more comes in, so a chain of them is a pipeline. The taker names its own
+offset: after a broken connection it goes on where it was, with whoever gives to it then. A slow taker holds back
+nobody but those behind it, as the giver's buffer is the file, which it keeps anyway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+LIMIT = 2**28
+"""Largest message before the bytes; a manifest takes about a hundred bytes a tensor."""
+
+
+class LinkBroken(Exception):
+    """The connection ended early, or brought what is not of this protocol."""
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(4, "little") + body
+
+
+def length(head: bytes) -> int:
+    """Raises ``LinkBroken``."""
+    size = int.from_bytes(head, "little")
+    if size > LIMIT:
+        raise LinkBroken(f"a message of {size} bytes; is this the port of a relay?")
+    return size
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """Raises ``LinkBroken``."""
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise LinkBroken(f"not a {kind.__name__}: {error}") from None
+
+
+async def receive(sock: socket.socket, kind: type[T]) -> T:
+    """Raises ``LinkBroken`` or ``OSError``."""
+    return decode(await _exactly(sock, length(await _exactly(sock, 4))), kind)
+
+
+async def _exactly(sock: socket.socket, size: int) -> bytes:
+    data = bytearray(size)
+    got = 0
+    while got < size:
+        got += await receive_into(sock, memoryview(data)[got:])
+    return bytes(data)
+
+
+async def receive_into(sock: socket.socket, view: memoryview) -> int:
+    """At least one byte. Raises ``LinkBroken`` or ``OSError``."""
+    count = await asyncio.get_running_loop().sock_recv_into(sock, view)
+    if not count:
+        raise LinkBroken("the other side closed the connection")
+    return count
+
+
+async def connect(address: str) -> socket.socket:
+    """To ``host:port``. Raises ``OSError``."""
+    host, _, port = address.rpartition(":")
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    family, kind, protocol, _, where = found[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await loop.sock_connect(sock, where)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

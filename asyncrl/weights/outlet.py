@@ -1,0 +1,115 @@
+"""The trainer's end of the ``relay`` transport: the newest version in rank 0's memory, for the master relay to take.
+
+Laid out as the file that the relays keep, in memory without a name, so that the kernel sends it from there while the
+next step runs. A thread listens, and each relay that asks has one of its own: the master, or the next where that dies.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import threading
+from contextlib import suppress
+
+import msgspec
+
+from asyncrl.checksum import checksum_of_part
+from asyncrl.core.manifest import Manifest
+from asyncrl.core.weight_file import WeightFile, lay_out
+from asyncrl.weights.link import LinkBroken, decode, frame, length
+from asyncrl.wire import FetchReply, FetchReq
+
+
+class Outlet:
+    """Listens at ``address`` from the beginning; ``port`` says where. ``begin``, fill the memory, ``offer``."""
+
+    def __init__(self, address: str) -> None:
+        """Raises ``OSError``, where ``address`` is none of this machine for instance."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family)
+        self.port: int = self._listener.getsockname()[1]
+        self._file = os.memfd_create("asyncrl-weights")
+        self._memory = mmap.mmap(-1, 1)
+        self._layout = WeightFile(header=b"", places=(), size=0)
+        self._lock = threading.Condition()
+        # What follows is touched under the lock.
+        self._offered: Manifest | None = None
+        self._takers: set[socket.socket] = set()
+        threading.Thread(target=self._listen, name="outlet", daemon=True).start()
+
+    def begin(self, manifest: Manifest) -> tuple[WeightFile, mmap.mmap]:
+        """The layout of ``manifest``'s file, and the memory that its tensors are to be written into. The version before
+        is no longer offered, and who still took it is cut off."""
+        layout = lay_out(manifest)
+        with self._lock:
+            self._offered = None
+            for taker in self._takers:
+                with suppress(OSError):  # it has gone by itself
+                    taker.shutdown(socket.SHUT_RDWR)
+            self._lock.wait_for(lambda: not self._takers)
+        if layout.size != self._layout.size:
+            os.ftruncate(self._file, layout.size)
+            self._memory = mmap.mmap(self._file, layout.size)
+        self._layout = layout
+        self._memory[: len(layout.header)] = layout.header
+        return layout, self._memory
+
+    def offer(self, manifest: Manifest) -> None:
+        """Its tensors are in the memory. Their checksums are made when the first relay asks, off the trainer's way."""
+        with self._lock:
+            self._offered = msgspec.structs.replace(manifest, checksums={})
+
+    def close(self) -> None:
+        """Offer nothing more; the thread that listens ends."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _listen(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                taker, _ = self._listener.accept()
+                threading.Thread(target=self._give, args=(taker,), name="outlet", daemon=True).start()
+
+    def _give(self, taker: socket.socket) -> None:
+        with suppress(OSError, LinkBroken), taker:
+            taker.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            request = decode(_exactly(taker, length(_exactly(taker, 4))), FetchReq)
+            with self._lock:
+                if self._offered is None or self._offered.version != request.version:
+                    taker.sendall(frame(FetchReply()))
+                    return
+                self._takers.add(taker)
+            try:
+                taker.sendall(frame(FetchReply(manifest=self._summed())))
+                offset = request.offset
+                while offset < self._layout.size:
+                    offset += os.sendfile(taker.fileno(), self._file, offset, self._layout.size - offset)
+            finally:
+                with self._lock:
+                    self._takers.discard(taker)
+                    self._lock.notify_all()
+
+    def _summed(self) -> Manifest:
+        """What is offered, with its checksums. Only while a taker is registered, for which ``begin`` waits."""
+        offered = self._offered
+        assert offered is not None
+        if not offered.checksums:
+            data = memoryview(self._memory)
+            sums = {p.tensor.name: checksum_of_part(data[p.start : p.end], 0) for p in self._layout.places}
+            offered = msgspec.structs.replace(offered, checksums=sums)
+            with self._lock:
+                if self._offered is not None:
+                    self._offered = offered
+        return offered
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = sock.recv(size - len(data))
+        if not part:
+            raise LinkBroken("the other side closed the connection")
+        data += part
+    return data

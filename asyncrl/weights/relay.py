@@ -1,0 +1,281 @@
+"""A relay: takes each version of the weights from the one before it in the chain into its host's shared memory, and
+gives it on to the next while it still arrives (Laminar §4.2). One process on every host with inference servers.
+
+    /control   the controller's connection: orders in, state out; its end tells either side that the other has gone
+    taking     one task: what the orders name and is not there, newest first, but what is begun is brought to its end
+    giving     a task for each one that takes from here
+
+It decides nothing about others: whom to take from and what to keep the controller says (``core/relay_chain.py``). One
+that loses its source goes on from the byte it has, with the same or the next source that it is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from contextlib import suppress
+
+import msgspec
+from aiohttp import WSMsgType, web
+
+from asyncrl.weights.link import LinkBroken, connect, frame, receive, receive_into
+from asyncrl.weights.store import Corrupt, Incoming, NoRoom, Store
+from asyncrl.wire import FetchReply, FetchReq, RelayOrders, RelayState
+
+log = logging.getLogger("asyncrl.relay")
+
+PIECE_BYTES = 2**21
+"""Received before it is written and summed up, while it is still in a processor's cache."""
+
+HEARTBEAT_S = 0.2
+CONNECT_S = 2.0
+
+RETRY_S = 0.02
+"""Pause after a connection broke: its end is mostly known sooner than the new orders."""
+
+ABSENT_S = 0.5
+"""Pause before an older version is asked for again, of a source that does not have it."""
+
+
+class Relay:
+    """``data`` is the listening socket where others take weights; ``chunk_bytes`` is how much has to be there before it
+    is given on."""
+
+    def __init__(self, store: Store, data: socket.socket, chunk_bytes: int) -> None:
+        self._store = store
+        self._data = data
+        self._chunk_bytes = chunk_bytes
+        self._orders = RelayOrders(run="")
+        self._incoming: Incoming | None = None
+        self._incoming_run = ""
+        self._absent: set[int] = set()
+        """Versions that the source does not have."""
+        self._unable: tuple[int, str] | None = None
+        """The version for which there is no room, and the line that says so."""
+        self._received = 0
+        self._refused = 0
+        self._fetching: asyncio.Timeout | None = None
+        self._news = asyncio.Event()
+        """Set, and replaced, whenever something changed that anyone may wait for."""
+        self._buffer = memoryview(bytearray(PIECE_BYTES))
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/control", self._control)
+        app.router.add_get("/state", self._show)
+        app.router.add_delete("/runs/{run}", self._free)
+        return app
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._take())
+            while True:
+                sock, _ = await loop.sock_accept(self._data)
+                tasks.create_task(self._give(sock))
+
+    def state(self) -> RelayState:
+        unable, error = self._unable or (None, "")
+        return RelayState(
+            run=self._orders.run,
+            data_port=self._data.getsockname()[1],
+            folder=str(self._store.folder),
+            versions=self._store.versions,
+            received=self._received,
+            refused=self._refused,
+            unable=unable,
+            error=error,
+        )
+
+    def obey(self, orders: RelayOrders) -> None:
+        before, self._orders = self._orders, orders
+        self._store.drop_all_but(orders.versions if orders.run == before.run else ())
+        if orders.run != before.run or orders.versions != before.versions:
+            self._unable = None
+            self._absent.clear()
+        if self._fetching is not None:
+            going_on = self._wanted() if orders.source == before.source else None
+            if going_on is None or self._incoming is None or going_on != self._incoming.manifest.version:
+                self._fetching.reschedule(asyncio.get_running_loop().time())
+        self._tell()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    # --- the controller
+
+    async def _show(self, _: web.Request) -> web.Response:
+        return web.Response(body=msgspec.json.encode(self.state()), content_type="application/json")
+
+    async def _free(self, request: web.Request) -> web.Response:
+        if request.match_info["run"] == self._orders.run:
+            self.obey(RelayOrders(run=""))
+        return await self._show(request)
+
+    async def _control(self, request: web.Request) -> web.WebSocketResponse:
+        connection = web.WebSocketResponse()
+        await connection.prepare(request)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                reporting = tasks.create_task(self._report(connection))
+                async for message in connection:
+                    if message.type in (WSMsgType.TEXT, WSMsgType.BINARY):
+                        self.obey(msgspec.json.decode(message.data, type=RelayOrders))
+                reporting.cancel()
+        except* (msgspec.MsgspecError, ConnectionError) as errors:
+            log.warning("the controller's connection broke: %s", errors.exceptions[0])
+        return connection
+
+    async def _report(self, connection: web.WebSocketResponse) -> None:
+        while not connection.closed:
+            news = self._news
+            await connection.send_bytes(msgspec.json.encode(self.state()))
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await news.wait()
+            except TimeoutError:
+                continue
+
+    # --- taking
+
+    def _wanted(self) -> int | None:
+        """The version to take now: the one that is begun, or else the newest that is not there."""
+        missing = [
+            version
+            for version in self._orders.versions
+            if self._store.get(version) is None
+            and version not in self._absent
+            and (self._unable is None or version != self._unable[0])
+        ]
+        begun = self._incoming
+        if begun is not None and begun.received and self._incoming_run == self._orders.run:
+            missing.sort(key=lambda version: version != begun.manifest.version)
+        return missing[0] if missing else None
+
+    async def _take(self) -> None:
+        while True:
+            news, orders, version = self._news, self._orders, self._wanted()
+            begun = self._incoming
+            if begun is not None and (begun.manifest.version != version or self._incoming_run != orders.run):
+                self._drop_incoming()
+            if version is None or not orders.source:
+                try:
+                    async with asyncio.timeout(ABSENT_S if self._absent else None):
+                        await news.wait()
+                except TimeoutError:
+                    self._absent.clear()
+                continue
+            try:
+                async with asyncio.timeout(None) as self._fetching:
+                    await self._fetch(orders, version)
+            except NoRoom as error:
+                log.warning("%s", error)
+                self._unable = (version, str(error))
+                self._drop_incoming()
+                self._tell()
+            except Corrupt as error:
+                self._refused += 1
+                log.warning("%s; it is taken again", error)
+                await asyncio.sleep(RETRY_S)
+            except (LinkBroken, OSError) as error:  # TimeoutError is one: other orders came
+                log.info("version %d from %s: %s", version, orders.source, error or type(error).__name__)
+                if self._orders is orders:
+                    await asyncio.sleep(RETRY_S)
+            finally:
+                self._fetching = None
+
+    async def _fetch(self, orders: RelayOrders, version: int) -> None:
+        """The rest of a version. Raises ``LinkBroken``, ``OSError``, ``Corrupt`` or ``NoRoom``."""
+        async with asyncio.timeout(CONNECT_S):
+            sock = await connect(orders.source)
+        with sock:
+            offset = 0 if self._incoming is None else self._incoming.received
+            request = FetchReq(run=orders.run, version=version, offset=offset)
+            await asyncio.get_running_loop().sock_sendall(sock, frame(request))
+            manifest = (await receive(sock, FetchReply)).manifest
+            if manifest is None:
+                self._absent.add(version)
+                return
+            if self._incoming is None:
+                self._incoming, self._incoming_run = self._store.begin(manifest), orders.run
+                self._tell()
+            elif manifest != self._incoming.manifest:
+                self._drop_incoming()
+                raise LinkBroken("it has other weights of the same version; taken from the beginning")
+            await self._receive(sock, self._incoming)
+        self._store.complete(self._incoming)
+        self._incoming = None
+        self._tell()
+
+    async def _receive(self, sock: socket.socket, incoming: Incoming) -> None:
+        while (start := incoming.received) < incoming.size:
+            chunk_end = (start // self._chunk_bytes + 1) * self._chunk_bytes
+            piece = self._buffer[: min(incoming.size, chunk_end, start + PIECE_BYTES) - start]
+            got = 0
+            try:
+                while got < len(piece):
+                    got += await receive_into(sock, piece[got:])
+            finally:  # what came before a connection broke need not come again
+                self._received += got
+                incoming.write(piece[:got])
+            if incoming.received == chunk_end:
+                self._tell()
+
+    def _drop_incoming(self) -> None:
+        incoming, self._incoming = self._incoming, None
+        if incoming is not None:
+            self._store.discard(incoming)
+            self._tell()
+
+    # --- giving
+
+    async def _give(self, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            with sock:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                request = await receive(sock, FetchReq)
+                version = await self._found(request, sock)
+                manifest = None if version is None else version.manifest
+                await loop.sock_sendall(sock, frame(FetchReply(manifest=manifest)))
+                if version is None:
+                    return
+                offset = request.offset
+                with version.open() as file:
+                    while offset < version.size:
+                        while (end := self._given(version)) <= offset:
+                            if not self._has(version):
+                                return
+                            await self._news.wait()
+                        offset += await loop.sock_sendfile(sock, file, offset, end - offset)
+        except (LinkBroken, OSError) as error:
+            log.info("one that took from here has gone: %s", error)
+
+    async def _found(self, request: FetchReq, sock: socket.socket) -> Incoming | None:
+        """The version, as soon as the first of it is here; None if it will not come, or not before newer ones. Orders
+        may have reached the one that asks before they come here. Raises ``LinkBroken``."""
+        while True:
+            orders, incoming = self._orders, self._incoming
+            if request.run == orders.run:
+                if (complete := self._store.get(request.version)) is not None:
+                    return complete
+                if incoming is not None and incoming.manifest.version == request.version:
+                    return incoming
+                if request.version < max(orders.versions, default=request.version):
+                    return None
+            await self._news.wait()
+            with suppress(BlockingIOError):
+                if not sock.recv(1, socket.MSG_PEEK):
+                    raise LinkBroken("it waits no longer")
+
+    def _given(self, version: Incoming) -> int:
+        """How much of it may be given on: whole chunks."""
+        if version.received == version.size:
+            return version.size
+        return version.received // self._chunk_bytes * self._chunk_bytes
+
+    def _has(self, version: Incoming) -> bool:
+        return version is self._incoming or self._store.get(version.manifest.version) is version

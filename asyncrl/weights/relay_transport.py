@@ -1,0 +1,249 @@
+"""WeightTransport over relays: the controller's end, which decides on the chain and knows who holds what.
+
+    prepare   rank 0 gathers the version into its memory and offers it; then the trainer goes on
+    arrive    the master takes it from there, and each relay from the one before (``relay.py``); nobody else waits
+    deliver   a server loads it from its own host's shared memory
+
+``watch`` runs beside: it has a connection to each relay, over which orders go and states come. A relay whose connection
+ends, or that is silent for ``SILENCE_S``, is cut out, and the one after it is told to go on with another source; it is
+asked again until it answers. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol, TypeVar
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from asyncrl.core.relay_chain import RelayChain
+from asyncrl.ports import Engine, EngineError, Observer
+from asyncrl.wire import RelayOrders, RelayState
+
+T = TypeVar("T")
+
+SILENCE_S = 0.8
+"""Four heartbeats."""
+
+RETRY_S = 0.1
+CLOSE_S = 2.0
+
+GONE_S = 10.0
+"""How long a paused server waits for a relay that was killed, which its launcher may start again."""
+
+
+class Publisher(Protocol):
+    """What this transport needs of the trainer's client."""
+
+    async def publish(self, version: int, transport: str, path: str = "") -> Mapping[str, float]: ...
+
+    async def unless_ended(self, work: Awaitable[T]) -> T: ...
+
+
+class RelayTransport:
+    """``relays`` are their URLs, ``hosts`` says which one each server (by its name) loads from. ``address`` is where
+    the master reaches the trainer's rank 0. ``run`` tells this run's versions from those of others. ``note`` prints a
+    line for the user."""
+
+    def __init__(
+        self,
+        trainer: Publisher,
+        relays: Sequence[str],
+        hosts: Mapping[str, str],
+        *,
+        address: str,
+        keep: int,
+        run: str,
+        timeout_s: float,
+        observer: Observer,
+        note: Callable[[str], None],
+    ) -> None:
+        self._trainer = trainer
+        self._relays = list(relays)
+        self._hosts = hosts
+        self._address = address
+        self._run = run
+        self._timeout_s = timeout_s
+        self._observer = observer
+        self._note = note
+        self.chain = RelayChain(keep)
+        self.states: dict[str, RelayState] = {}
+        """Of the relays that are in the chain."""
+        self.news = asyncio.Event()
+        """Set, and replaced, whenever a state or the orders changed."""
+
+    # --- beside the run
+
+    async def watch(self) -> None:
+        """Until cancelled."""
+        async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
+            for relay in self._relays:
+                tasks.create_task(self._keep(session, relay))
+
+    async def _keep(self, session: aiohttp.ClientSession, relay: str) -> None:
+        while True:
+            why = "it closed the connection"
+            try:
+                async with asyncio.timeout(SILENCE_S):
+                    connection = await session.ws_connect(URL(relay) / "control", max_msg_size=2**24)
+                async with connection:
+                    await self._converse(relay, connection)
+            except TimeoutError:
+                why = f"silent for {SILENCE_S:g} s"
+            except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
+                why = str(error) or type(error).__name__
+            if self.states.pop(relay, None) is not None:
+                self.chain.lose(relay)
+                self._tell()
+                self._note(f"relay {relay} is gone ({why}); the others go on without it")
+            await asyncio.sleep(RETRY_S)
+
+    async def _converse(self, relay: str, connection: aiohttp.ClientWebSocketResponse) -> None:
+        """Until the connection ends. Raises ``TimeoutError`` when the relay is silent."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                ordering = tasks.create_task(self._order(relay, connection))
+                while True:
+                    async with asyncio.timeout(SILENCE_S):
+                        message = await connection.receive()
+                    if message.type is not aiohttp.WSMsgType.BINARY:
+                        break
+                    self._heard(relay, msgspec.json.decode(message.data, type=RelayState))
+                ordering.cancel()
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+    async def _order(self, relay: str, connection: aiohttp.ClientWebSocketResponse) -> None:
+        given = None
+        while True:
+            news, orders = self.news, self.chain.orders().get(relay)
+            message = RelayOrders(run=self._run)
+            if orders is not None:
+                message = RelayOrders(run=self._run, source=orders.source, versions=orders.versions)
+            if message != given:
+                await connection.send_bytes(msgspec.json.encode(message))
+                given = message
+            await news.wait()
+
+    def _heard(self, relay: str, state: RelayState) -> None:
+        if state.run != self._run:
+            return  # it has not yet read its first orders
+        before = self.states.get(relay)
+        self.states[relay] = state
+        if before is None:
+            host = URL(relay).host or ""
+            self.chain.join(relay, f"{host}:{state.data_port}")
+        if state.unable is not None and state.unable == self.chain.newest and self.chain.is_able(relay):
+            self.chain.unable(relay)
+            self._note(f"relay {relay}: {state.error}")
+        if state != before:
+            self._tell()
+
+    def _tell(self) -> None:
+        self.news.set()
+        self.news = asyncio.Event()
+
+    # --- WeightTransport
+
+    async def connect(self, engines: Sequence[Engine]) -> None:
+        """Nothing to make: ``watch`` keeps the relays together, whichever servers there are."""
+
+    async def prepare(self, version: int) -> None:
+        newest = self.chain.newest
+        if newest is not None and newest != version:  # the trainer's memory is free when one relay has it all
+            await self._within(lambda: self._held_by_one(newest) or not self._able())
+        if newest == version and self._held_by_one(version):
+            return  # a trainer that was started again need not gather it anew
+        metrics = await self._trainer.publish(version, "relay")
+        now = asyncio.get_running_loop().time()
+        self._observer.counter("weights/stall_s", now, metrics["seconds"])
+        self.chain.announce(version, f"{self._address}:{int(metrics['port'])}")
+        self._tell()
+
+    async def arrive(self, engines: Sequence[Engine], version: int) -> None:
+        """Until it is on the hosts of these servers, or can come to them no more. Raises ``TrainerError``."""
+        started = asyncio.get_running_loop().time()
+        relays = {self._hosts[engine.name] for engine in engines if engine.name in self._hosts}
+        # Until one relay has all of it, only the trainer does.
+        await self._trainer.unless_ended(self._within(lambda: self._held_by_one(version) or not self._able()))
+        await self._within(lambda: not any(self._lacks(relay, version) for relay in relays))
+        now = asyncio.get_running_loop().time()
+        self._observer.span("controller", "broadcast", started, now, {"version": version})
+
+    async def deliver(self, engines: Sequence[Engine], version: int) -> None:
+        """All servers load at once. One that fails does not cut the others off in the middle of a load."""
+        failures: list[EngineError] = []
+
+        async def load(engine: Engine) -> None:
+            try:
+                await self._load(engine, version)
+            except EngineError as error:
+                failures.append(error)
+
+        async with asyncio.TaskGroup() as loads:
+            for engine in engines:
+                loads.create_task(load(engine))
+        if failures:
+            raise failures[0]
+
+    async def _load(self, engine: Engine, version: int) -> None:
+        relay = self._hosts.get(engine.name)
+        if relay is None:
+            raise EngineError(f"{engine.name}: no relay on its host; add one to weights.relay_urls")
+        self.chain.hold(version)
+        try:
+            await self._within(lambda: relay in self.states, GONE_S)  # it may be on its way back
+            if not await self._within(lambda: not self._lacks(relay, version)):
+                raise EngineError(
+                    f"{engine.name}: relay {relay} did not get version {version} in {self._timeout_s:g} s"
+                )
+            if not self._has(relay, version):
+                raise EngineError(f"{engine.name}: cannot load version {version}: {self._why(relay)}")
+            await engine.load_from_disk(f"{self.states[relay].folder}/v{version}", version)
+        finally:
+            self.chain.release(version)
+            self._tell()
+
+    async def close(self) -> None:
+        """Have relays that are not of this run's own making drop what they hold for it."""
+        timeout = aiohttp.ClientTimeout(total=CLOSE_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session, asyncio.TaskGroup() as tasks:
+            for relay in self._relays:
+                tasks.create_task(_free(session, relay, self._run))
+
+    # --- who holds what
+
+    def _able(self) -> list[str]:
+        return [relay for relay in self.chain.relays if self.chain.is_able(relay)]
+
+    def _has(self, relay: str, version: int) -> bool:
+        return relay in self.states and version in self.states[relay].versions
+
+    def _held_by_one(self, version: int) -> bool:
+        return any(self._has(relay, version) for relay in self.states)
+
+    def _lacks(self, relay: str, version: int) -> bool:
+        """It is there, and can still get it."""
+        return relay in self.states and not self._has(relay, version) and self.states[relay].unable != version
+
+    def _why(self, relay: str) -> str:
+        state = self.states.get(relay)
+        return f"relay {relay} is gone" if state is None else f"relay {relay}: {state.error}"
+
+    async def _within(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Wait until ``condition`` holds, for ``timeout_s`` (``self._timeout_s`` if not given); whether it does."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._timeout_s if timeout_s is None else timeout_s):
+                while not condition():
+                    await self.news.wait()
+        return condition()
+
+
+async def _free(session: aiohttp.ClientSession, relay: str, run: str) -> None:
+    with suppress(aiohttp.ClientError, OSError):  # TimeoutError is one
+        async with session.delete(URL(relay) / "runs" / run):
+            pass

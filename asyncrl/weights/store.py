@@ -1,0 +1,188 @@
+"""Versions of the weights in a host's shared memory, one copy for all servers on it: folders that load as they are.
+
+``<folder>/v7`` is version 7, a safetensors file and its manifest: SGLang loads it from there as from a disk, and the
+embedded engine maps it. What is still on its way is in ``.v7.part`` and renamed when it is whole and every tensor has
+its checksum, so nobody ever sees half a version. A server that has a file open keeps it when its folder is dropped.
+
+The folder belongs to one process at a time, which holds a lock on it. A lock ends with its process however that dies,
+so whatever unlocked folder is beside it under the same prefix is a dead relay's, and removed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from asyncrl.checksum import checksum_of_part
+from asyncrl.core import manifest as manifests
+from asyncrl.core.manifest import Manifest
+from asyncrl.core.weight_file import NAME, lay_out
+
+PREFIX = "asyncrl-relay-"
+LOCK = "lock"
+
+
+class StoreError(Exception):
+    """The folder cannot be used; one line with the remedy."""
+
+
+class NoRoom(Exception):
+    """A version does not fit into the shared memory; one line with the remedy."""
+
+
+class Corrupt(Exception):
+    """A tensor arrived with another checksum than it was sent with; its bytes have to be sent again."""
+
+
+class Incoming:
+    """A version on its way: a file that is filled from its beginning on."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        """Raises ``NoRoom``."""
+        self.manifest = manifest
+        self.layout = lay_out(manifest)
+        self.size = self.layout.size
+        self.received = 0
+        """So many bytes from the beginning are in the file."""
+        self.folder = folder
+        self._tensor = 0
+        """The first tensor that is not complete, and the checksum of what is there of it."""
+        self._sum = 0
+        space = os.statvfs(folder.parent)
+        if self.size > (free := space.f_bavail * space.f_frsize):
+            raise self._no_room(f"{free / 1e9:.2f} GB are free")
+        try:
+            folder.mkdir()
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise self._no_room(error.strerror) from None
+
+    @property
+    def path(self) -> Path:
+        return self.folder / NAME
+
+    def write(self, data: memoryview) -> None:
+        """The next bytes. Raises ``NoRoom``, after which nothing has changed; and ``Corrupt``, after which the tensor
+        that was so is to be sent again."""
+        start, done = self.received, 0
+        try:
+            while done < len(data):  # a write may be cut short
+                done += os.pwrite(self._file, data[done:], start + done)
+        except OSError as error:
+            raise self._no_room(error.strerror) from None
+        self.received = end = start + len(data)
+        header, places = self.layout.header, self.layout.places
+        if data[: max(0, len(header) - start)] != header[start:end]:
+            self.received = 0
+            raise Corrupt(f"version {self.manifest.version}: the header arrived corrupt")
+        while self._tensor < len(places) and (place := places[self._tensor]).start < end:
+            first = max(start, place.start)
+            part = data[first - start : min(end, place.end) - start]
+            self._sum = (self._sum + checksum_of_part(part, first - place.start)) % 2**64
+            if end < place.end:
+                return
+            found, self._sum = self._sum, 0
+            name = place.tensor.name
+            if found != self.manifest.checksums[name]:
+                self.received = place.start
+                raise Corrupt(f"version {self.manifest.version}: tensor {name} arrived corrupt")
+            self._tensor += 1
+
+    def complete(self, target: Path) -> None:
+        """Let it appear as ``target``. Raises ``NoRoom``."""
+        try:
+            (self.folder / manifests.FILE_NAME).write_bytes(manifests.dumps(self.manifest))
+            self.folder.rename(target)
+        except OSError as error:
+            raise self._no_room(error.strerror) from None
+        self.folder = target
+
+    def open(self) -> BinaryIO:
+        """To read what is there, and what comes; it stays readable when the version is dropped."""
+        return os.fdopen(os.dup(self._file), "rb")
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _no_room(self, why: str | None) -> NoRoom:
+        return NoRoom(
+            f"no room for version {self.manifest.version} ({self.size / 1e9:.2f} GB) in {self.folder.parent}: {why}; "
+            "make room there, or lower weights.keep_versions"
+        )
+
+
+class Store:
+    """One host's folder, named after what tells the relays of a host apart. Use as a context."""
+
+    def __init__(self, memory: Path, name: str) -> None:
+        """``memory`` is the shared memory's mount (``/dev/shm``). Raises ``StoreError``."""
+        self.folder = memory / f"{PREFIX}{name}"
+        self._versions: dict[int, Incoming] = {}
+        try:
+            everyone = os.open(memory, os.O_RDONLY)
+        except OSError as error:
+            raise StoreError(f"--memory {memory}: {error.strerror}; name a folder in shared memory") from None
+        try:
+            fcntl.flock(everyone, fcntl.LOCK_EX)  # else one that starts could take another that starts for dead
+            for other in memory.glob(f"{PREFIX}*"):
+                _remove_if_dead(other)
+            self.folder.mkdir()
+            self._lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileExistsError:
+            raise StoreError(f"{self.folder} belongs to a relay that runs; choose another --port") from None
+        except OSError as error:
+            raise StoreError(f"cannot keep weights in {memory} ({error.strerror}); choose another --memory") from None
+        finally:
+            os.close(everyone)
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.drop_all_but(())
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+
+    @property
+    def versions(self) -> list[int]:
+        """Those that are complete."""
+        return sorted(self._versions)
+
+    def get(self, version: int) -> Incoming | None:
+        return self._versions.get(version)
+
+    def begin(self, manifest: Manifest) -> Incoming:
+        """Raises ``NoRoom``."""
+        return Incoming(self.folder / f".v{manifest.version}.part", manifest)
+
+    def complete(self, incoming: Incoming) -> None:
+        """Raises ``NoRoom``."""
+        version = incoming.manifest.version
+        incoming.complete(self.folder / f"v{version}")
+        self._versions[version] = incoming
+
+    def discard(self, incoming: Incoming) -> None:
+        """What is not complete and will not be."""
+        incoming.close()
+        shutil.rmtree(incoming.folder, ignore_errors=True)
+
+    def drop_all_but(self, versions: tuple[int, ...]) -> None:
+        for version in self._versions.keys() - set(versions):
+            self.discard(self._versions.pop(version))
+
+
+def _remove_if_dead(folder: Path) -> None:
+    """Unless its lock is held, or it is another user's."""
+    with suppress(OSError):
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)

@@ -1,0 +1,339 @@
+"""One relay on this loop, whose source is played: what it asks for, and what it does with what it gets."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+from safetensors.numpy import load_file
+
+from asyncrl.core.manifest import Manifest, TensorInfo
+from asyncrl.core.weight_file import lay_out
+from asyncrl.weights.link import connect, frame, receive
+from asyncrl.weights.outlet import Outlet
+from asyncrl.weights.relay import Relay
+from asyncrl.weights.store import NoRoom, Store, StoreError
+from asyncrl.wire import FetchReply, FetchReq, RelayOrders
+
+from .relays import PlayedTrainer, tensors
+
+CHUNK = 2**16
+MEGABYTES = 0.5
+
+
+def listener() -> socket.socket:
+    made = socket.create_server(("127.0.0.1", 0))
+    made.setblocking(False)
+    return made
+
+
+async def published(version: int) -> tuple[Manifest, bytes]:
+    """A version with its checksums, and its file."""
+    trainer = PlayedTrainer(MEGABYTES)
+    await trainer.publish(version, "relay")
+    with await connect(f"127.0.0.1:{trainer.outlet.port}") as sock:
+        await asyncio.get_running_loop().sock_sendall(sock, frame(FetchReq(run="", version=version, offset=0)))
+        manifest = (await receive(sock, FetchReply)).manifest
+    assert manifest is not None
+    layout, memory = trainer.outlet._layout, trainer.outlet._memory
+    trainer.outlet.close()
+    return manifest, bytes(memory[: layout.size])
+
+
+class Source:
+    """Gives one file to whoever asks, as ``give`` says: the bytes to send in answer to the n-th request."""
+
+    def __init__(self, manifest: Manifest | None, give: Callable[[int, int], bytes]) -> None:
+        self.manifest = manifest
+        self.give = give
+        self.requests: list[FetchReq] = []
+        self.listener = listener()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.listener.getsockname()[1]}"
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            sock, _ = await loop.sock_accept(self.listener)
+            with sock:
+                self.requests.append(request := await receive(sock, FetchReq))
+                await loop.sock_sendall(sock, frame(FetchReply(manifest=self.manifest)))
+                await loop.sock_sendall(sock, self.give(len(self.requests) - 1, request.offset))
+
+
+@asynccontextmanager
+async def relay(memory: Path, *sources: Source) -> AsyncIterator[Relay]:
+    with Store(memory, "x") as store, listener() as data:
+        made = Relay(store, data, CHUNK)
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(made.run()), *(tasks.create_task(source.run()) for source in sources)]
+            yield made
+            for task in running:
+                task.cancel()
+    for source in sources:
+        source.listener.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 (a thread or the kernel may be what is waited for)
+            await asyncio.sleep(0.002)
+
+
+def check_loads(memory: Path, version: int) -> None:
+    found = load_file(memory / "asyncrl-relay-x" / f"v{version}" / "model.safetensors")
+    assert all((found[name] == data).all() for name, data in tensors(version, MEGABYTES).items())
+
+
+async def test_after_a_broken_connection_it_goes_on_from_the_byte_it_has(tmp_path: Path) -> None:
+    manifest, file = await published(1)
+    cut = random.Random(1).randrange(len(file))
+    source = Source(manifest, lambda n, offset: file[offset:cut] if n == 0 else file[offset:])
+    async with relay(tmp_path, source) as one:
+        one.obey(RelayOrders(run="r", source=source.address, versions=(1,)))
+        await until(lambda: one.state().versions == [1])
+        check_loads(tmp_path, 1)
+        assert [request.offset for request in source.requests] == [0, cut]
+        assert one.state().received == len(file)
+
+
+async def test_a_corrupt_tensor_is_refused_and_only_it_comes_again(tmp_path: Path) -> None:
+    manifest, file = await published(1)
+    place = lay_out(manifest).places[2]
+    spoilt = bytearray(file)
+    spoilt[place.start + 12345] ^= 4
+    source = Source(manifest, lambda n, offset: bytes(spoilt[offset:]) if n == 0 else file[offset:])
+    async with relay(tmp_path, source) as one:
+        one.obey(RelayOrders(run="r", source=source.address, versions=(1,)))
+        await until(lambda: one.state().versions == [1])
+        check_loads(tmp_path, 1)
+        assert [request.offset for request in source.requests] == [0, place.start]
+        assert one.state().refused == 1
+
+
+async def test_what_stays_corrupt_never_becomes_visible(tmp_path: Path) -> None:
+    manifest, file = await published(1)
+    spoilt = file[:-1] + bytes([file[-1] ^ 1])
+    source = Source(manifest, lambda n, offset: spoilt[offset:])
+    async with relay(tmp_path, source) as one:
+        one.obey(RelayOrders(run="r", source=source.address, versions=(1,)))
+        await until(lambda: one.state().refused >= 3)
+        assert one.state().versions == [] and not list(tmp_path.glob("*/v1"))
+
+
+async def test_another_source_goes_on_where_the_first_was_at_once(tmp_path: Path) -> None:
+    manifest, file = await published(1)
+    half = len(file) // 2
+    stuck = Source(manifest, lambda n, offset: file[:half])
+    hangs = asyncio.Event()
+
+    async def run() -> None:  # sends half, and then nothing, and does not close
+        sock, _ = await asyncio.get_running_loop().sock_accept(stuck.listener)
+        with sock:
+            stuck.requests.append(await receive(sock, FetchReq))
+            await asyncio.get_running_loop().sock_sendall(sock, frame(FetchReply(manifest=manifest)) + file[:half])
+            await hangs.wait()
+
+    stuck.run = run  # type: ignore[method-assign]
+    other = Source(manifest, lambda n, offset: file[offset:])
+    async with relay(tmp_path, stuck, other) as one:
+        one.obey(RelayOrders(run="r", source=stuck.address, versions=(1,)))
+        await until(lambda: len(stuck.requests) == 1 and one._incoming is not None)
+        await asyncio.sleep(0.05)
+        one.obey(RelayOrders(run="r", source=other.address, versions=(1,)))
+        await until(lambda: one.state().versions == [1])
+        check_loads(tmp_path, 1)
+        assert other.requests[0].offset == one.state().received - (len(file) - other.requests[0].offset)
+        assert 0 < other.requests[0].offset <= half
+        hangs.set()
+
+
+async def test_what_is_begun_is_ended_before_a_newer_version_is_taken(tmp_path: Path) -> None:
+    """Else a slow link would bring no version at all."""
+    (first, file), (second, newer) = await published(1), await published(2)
+    files = {1: file, 2: newer}
+    gate = asyncio.Event()
+    source = Source(first, lambda n, offset: b"")
+    asked: list[int] = []
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            sock, _ = await loop.sock_accept(source.listener)
+            with sock:
+                request = await receive(sock, FetchReq)
+                asked.append(request.version)
+                manifest, data = (first if request.version == 1 else second), files[request.version]
+                await loop.sock_sendall(sock, frame(FetchReply(manifest=manifest)) + data[:CHUNK])
+                await gate.wait()
+                await loop.sock_sendall(sock, data[CHUNK:])
+
+    source.run = run  # type: ignore[method-assign]
+    async with relay(tmp_path, source) as one:
+        one.obey(RelayOrders(run="r", source=source.address, versions=(1,)))
+        await until(lambda: one._incoming is not None and one._incoming.received >= CHUNK)
+        one.obey(RelayOrders(run="r", source=source.address, versions=(2, 1)))
+        gate.set()
+        await until(lambda: one.state().versions == [1, 2])
+        assert asked == [1, 2]
+
+
+async def test_what_another_run_left_is_dropped_before_anything_else(tmp_path: Path) -> None:
+    manifest, file = await published(1)
+    source = Source(manifest, lambda n, offset: file[offset:])
+    async with relay(tmp_path, source) as one:
+        one.obey(RelayOrders(run="r", source=source.address, versions=(1,)))
+        await until(lambda: one.state().versions == [1])
+        one.obey(RelayOrders(run="other", versions=(1,)))
+        assert one.state().versions == [] and not list(tmp_path.glob("*/v1"))
+
+
+async def test_it_gives_on_whole_chunks_while_the_rest_is_still_to_come(tmp_path: Path) -> None:
+    manifest, file = await published(1)
+    gate = asyncio.Event()
+    source = Source(manifest, lambda n, offset: b"")
+    sent = 3 * CHUNK + 100
+
+    async def run() -> None:
+        sock, _ = await asyncio.get_running_loop().sock_accept(source.listener)
+        with sock:
+            await receive(sock, FetchReq)
+            await asyncio.get_running_loop().sock_sendall(sock, frame(FetchReply(manifest=manifest)) + file[:sent])
+            await gate.wait()
+            await asyncio.get_running_loop().sock_sendall(sock, file[sent:])
+
+    source.run = run  # type: ignore[method-assign]
+    async with relay(tmp_path, source) as one:
+        one.obey(RelayOrders(run="r", source=source.address, versions=(1,)))
+        loop = asyncio.get_running_loop()
+        with await connect(f"127.0.0.1:{one.state().data_port}") as sock:
+            await loop.sock_sendall(sock, frame(FetchReq(run="r", version=1, offset=10)))
+            assert (await receive(sock, FetchReply)).manifest == manifest
+            got = bytearray()
+            while len(got) < 3 * CHUNK - 10:
+                got += await loop.sock_recv(sock, 2**20)
+            assert len(got) == 3 * CHUNK - 10, "the part of a chunk is not given on"
+            gate.set()
+            while part := await loop.sock_recv(sock, 2**20):
+                got += part
+            assert got == file[10:]
+
+
+async def test_an_older_version_that_is_not_there_is_answered_at_once(tmp_path: Path) -> None:
+    async with relay(tmp_path) as one:
+        one.obey(RelayOrders(run="r", source="", versions=(5, 4)))
+        with await connect(f"127.0.0.1:{one.state().data_port}") as sock:
+            await asyncio.get_running_loop().sock_sendall(sock, frame(FetchReq(run="r", version=4, offset=0)))
+            assert (await receive(sock, FetchReply)).manifest is None
+
+
+async def test_nonsense_on_the_data_port_harms_nobody(tmp_path: Path) -> None:
+    async with relay(tmp_path) as one:
+        for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\x03\x00\x00\x00abc", b""):
+            with await connect(f"127.0.0.1:{one.state().data_port}") as sock:
+                await asyncio.get_running_loop().sock_sendall(sock, noise)
+                sock.shutdown(socket.SHUT_WR)
+                with suppress(ConnectionResetError):  # it did not read all of it
+                    assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""
+
+
+# --- the store
+
+
+def test_a_folder_belongs_to_one_relay(tmp_path: Path) -> None:
+    with Store(tmp_path, "1"):
+        with pytest.raises(StoreError, match="asyncrl-relay-1 belongs to a relay that runs; choose another --port"):
+            Store(tmp_path, "1")
+        with Store(tmp_path, "2"):
+            assert len(list(tmp_path.iterdir())) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_dead_relay_left_is_removed(tmp_path: Path) -> None:
+    for name in ("1", "7"):
+        (tmp_path / f"asyncrl-relay-{name}" / "v3").mkdir(parents=True)
+        (tmp_path / f"asyncrl-relay-{name}" / ".v4.part").mkdir()
+    (tmp_path / "somebody-elses").touch()
+    with Store(tmp_path, "1") as store:
+        assert store.versions == []
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["asyncrl-relay-1", "somebody-elses"]
+
+
+def test_what_cannot_fit_is_refused_before_its_first_byte(tmp_path: Path) -> None:
+    huge = TensorInfo(name="a", shape=(2**50,), dtype="float32")
+    with Store(tmp_path, "1") as store:
+        with pytest.raises(
+            NoRoom, match=r"no room for version 9 \(4503\d+\.\d+ GB\) in .*asyncrl-relay-1: .* GB are free"
+        ):
+            store.begin(Manifest(version=9, tensors=(huge,)))
+        assert [path.name for path in store.folder.iterdir()] == ["lock"]
+
+
+def test_memory_that_runs_full_in_mid_version_is_one_line_and_keeps_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    infos = (TensorInfo(name="a", shape=(1024,), dtype="float32"),)
+    with Store(tmp_path, "1") as store:
+        incoming = store.begin(Manifest(version=9, tensors=infos, checksums={"a": 0}))
+        file = memoryview(incoming.layout.header + bytes(4096))
+        incoming.write(file[:2000])
+
+        def full(*_: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "pwrite", full)
+        with pytest.raises(NoRoom, match=r"no room for version 9 .*: No space left on device; make room there"):
+            incoming.write(file[2000:])
+        monkeypatch.undo()
+        assert incoming.received == 2000
+        incoming.write(file[2000:])
+        store.complete(incoming)
+        assert store.versions == [9]
+
+
+def test_a_memory_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"--memory .*nowhere: No such file or directory; name a folder"):
+        Store(tmp_path / "nowhere", "1")
+
+
+# --- the trainer's end
+
+
+async def test_the_outlet_offers_one_version_and_cuts_off_who_takes_the_one_before(tmp_path: Path) -> None:
+    trainer = PlayedTrainer(16)
+    loop = asyncio.get_running_loop()
+    for version in (1, 2):
+        await trainer.publish(version, "relay")
+    with await connect(f"127.0.0.1:{trainer.outlet.port}") as sock:
+        await loop.sock_sendall(sock, frame(FetchReq(run="", version=1, offset=0)))
+        assert (await receive(sock, FetchReply)).manifest is None
+    with await connect(f"127.0.0.1:{trainer.outlet.port}") as sock:
+        await loop.sock_sendall(sock, frame(FetchReq(run="", version=2, offset=0)))
+        manifest = (await receive(sock, FetchReply)).manifest
+        assert manifest is not None and manifest.version == 2 and len(manifest.checksums) == 5
+        await trainer.publish(3, "relay")  # while the taker does not read: it waits for nobody
+        got = 0
+        while part := await loop.sock_recv(sock, 2**20):
+            got += len(part)
+        assert got < lay_out(manifest).size
+    trainer.outlet.close()
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(OSError, match="assign"):
+        Outlet("192.0.2.1")
+
+
+def test_messages_survive_their_encoding() -> None:
+    request = FetchReq(run="r", version=1, offset=2**40)
+    assert msgspec.msgpack.decode(frame(request)[4:], type=FetchReq) == request
