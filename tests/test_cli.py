@@ -211,7 +211,7 @@ def test_a_signal_during_setup_ends_it_and_leaves_nothing(recipe: Path, number: 
     assert not list(recipe.glob("build*"))
 
 
-# --- serve, relay and report -------------------------------------------------------------------------------------------
+# --- serve, relay and report ------------------------------------------------------------------------------------------
 
 
 def test_serve_on_a_port_in_use_is_one_line(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

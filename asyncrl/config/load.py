@@ -20,7 +20,7 @@ import msgspec
 from asyncrl.config.algorithm import check_algorithm
 from asyncrl.config.base import RecipeError, Section
 from asyncrl.config.recipe import Recipe, Source
-from asyncrl.config.relays import relays_of
+from asyncrl.config.relays import check_relays
 from asyncrl.core.distributions import Empirical
 from asyncrl.core.policy.presets import PRESETS
 
@@ -288,7 +288,7 @@ def check(recipe: Recipe) -> None:
         "needs held-out rows; set task.heldout",
     )
     if recipe.weights.transport == "relay":
-        _check_relays(recipe)
+        check_relays(recipe.weights.relay_urls, recipe.engine.urls)
     for name, source in recipe.mixture.items():
         _check_source(f"sources.{name}" if name else "env", source)
 
@@ -330,16 +330,6 @@ def _check_coordination(recipe: Recipe) -> None:
     }
     for key, broken in needs.items():
         _require(not broken, key, values[key], 'is the coordinator\'s; set staleness.control = "buffers"')
-
-
-def _check_relays(recipe: Recipe) -> None:
-    given, local = recipe.weights.relay_urls, ["http://127.0.0.1"]
-    for url in given:
-        _require(bool(re.fullmatch(r"https?://[^/]+:\d+/?", url)), "weights.relay_urls", url, "write http://HOST:PORT")
-    servers = recipe.engine.urls or local
-    for server, relay in zip(servers, relays_of(servers, given or local), strict=True):
-        remedy = f"no relay on the host of {server}; start one there (asyncrl relay --host HOST) and name it"
-        _require(relay is not None, "weights.relay_urls", given, remedy)
 
 
 def _check_source(table: str, source: Source) -> None:

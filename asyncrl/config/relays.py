@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from urllib.parse import urlsplit
+
+from asyncrl.config.base import RecipeError
+
+LOCAL = ["http://127.0.0.1"]
+"""Where those are that a run starts itself."""
 
 
 def relays_of(servers: Sequence[str], relays: Sequence[str]) -> list[str | None]:
@@ -20,6 +26,20 @@ def relays_of(servers: Sequence[str], relays: Sequence[str]) -> list[str | None]
         if here:
             taken[host] += 1
     return found
+
+
+def check_relays(relays: Sequence[str], servers: Sequence[str]) -> None:
+    """``weights.relay_urls`` and ``engine.urls``, empty for those that the run starts itself. Raises
+    ``RecipeError``."""
+    for url in relays:
+        if not re.fullmatch(r"https?://[^/]+:\d+/?", url):
+            raise RecipeError(f"weights.relay_urls = {url}: write http://HOST:PORT")
+    for server, relay in zip(servers or LOCAL, relays_of(servers or LOCAL, relays or LOCAL), strict=True):
+        if relay is None:
+            raise RecipeError(
+                f"weights.relay_urls = {list(relays)}: no relay on the host of {server}; start one there "
+                "(asyncrl relay --host HOST) and name it"
+            )
 
 
 def _host(url: str) -> str:

@@ -149,8 +149,8 @@ class RelayTransport:
 
     # --- WeightTransport
 
-    async def connect(self, engines: Sequence[Engine]) -> None:
-        """Nothing to make: ``watch`` keeps the relays together, whichever servers there are."""
+    def forget(self) -> None:
+        """Nothing: ``watch`` keeps the relays together, and a trainer says anew where it is."""
 
     async def prepare(self, version: int) -> None:
         newest = self.chain.newest
