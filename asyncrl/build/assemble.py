@@ -164,6 +164,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
             parameters=pulled,
             buffer=buffer,
             observer=world.observer,
+            stream_interval=recipe.engine.stream_interval,
         )
         parameters, services = pulled, [coordination.run]
     else:

@@ -23,6 +23,7 @@ from asyncrl.core.coordinator import Coordinator
 from asyncrl.ports import EngineError, Observer
 from asyncrl.runtime.instance import Instance
 from asyncrl.runtime.llm_proxy import LLMProxy
+from asyncrl.runtime.meter import Meter
 from asyncrl.runtime.pulls import PulledParameterServer
 from asyncrl.runtime.sample_buffer import SampleBuffer
 from asyncrl.runtime.trajectory_server import Request
@@ -34,6 +35,8 @@ ASK_AGAIN = 0.01
 
 
 class Coordination:
+    """``stream_interval`` is the recipe's: how many tokens a server generates between two chunks."""
+
     def __init__(
         self,
         *,
@@ -42,12 +45,15 @@ class Coordination:
         parameters: PulledParameterServer,
         buffer: SampleBuffer,
         observer: Observer,
+        stream_interval: int,
     ) -> None:
         self._coordinator = coordinator
         self._proxy = proxy
         self._parameters = parameters
         self._buffer = buffer
         self._observer = observer
+        # What servers generate is seen in chunks; without streaming too late to tell how fast.
+        self._meter = Meter(coordinator.cost, steps=4 * max(16, stream_interval)) if stream_interval else None
         self._something = asyncio.Event()
         proxy.on_change = buffer.on_change = self.touch
 
@@ -64,6 +70,7 @@ class Coordination:
 
     def _round(self, under_way: asyncio.TaskGroup) -> None:
         instances = {i.name: i for i in self._proxy.instances}
+        self._measure()
         for instance in instances.values():
             if self._wants_load(instance):
                 under_way.create_task(self._ask(instance))
@@ -81,6 +88,15 @@ class Coordination:
                     under_way.create_task(self._interrupt(running, instance))
                 case Route(requests=numbers):
                     self._route(numbers, instance, newest if instance.pulling else instance.version)
+
+    def _measure(self) -> None:
+        """Let the cost model follow the servers."""
+        if (meter := self._meter) is None:
+            return
+        now = asyncio.get_running_loop().time()
+        if [i for i in self._proxy.instances if meter.look(i, now)]:
+            self._coordinator.cost = meter.cost
+            self._observer.counter("coordinator/cost_error", now, meter.error)
 
     def _route(self, numbers: Sequence[int], instance: Instance, version: int) -> None:
         """Give waiting requests to a server that holds ``version``, or will when it has pulled. One that is still being

@@ -19,12 +19,14 @@ class Instance:
         "cutting",
         "down_since",
         "engine",
+        "generated",
         "held",
         "interrupted",
         "max_running",
         "max_tokens",
         "name",
         "pinned",
+        "prefilled",
         "pulling",
         "queued",
         "requests",
@@ -44,6 +46,8 @@ class Instance:
         self.max_tokens = info.max_total_tokens
         self.running = 0
         self.tokens = 0
+        self.generated = self.prefilled = 0
+        """Tokens since the run began; prefilled ones without the prefixes that it held."""
         self.queued = 0
         """Of ``running``, those that waited inside the server when it was last asked."""
         self.attention_at = math.inf

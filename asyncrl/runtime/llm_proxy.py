@@ -241,6 +241,7 @@ class LLMProxy:
                 reply.versions += chunk.versions
                 received += len(chunk.output_ids)
                 instance.tokens += len(chunk.output_ids)
+                instance.generated += len(chunk.output_ids)
                 if instance.tokens > instance.attention_at:
                     self.on_change()
                 if chunk.finish_reason == "abort":
@@ -348,6 +349,7 @@ class LLMProxy:
         if not view.pinned:
             instance.requests[view.id] = view
             instance.routed += 1
+        instance.prefilled += view.tokens - (view.prefix if view.home == instance.name else 0)
         instance.running += view.slots
         instance.tokens += view.tokens
         if not instance.pinned:

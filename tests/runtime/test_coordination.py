@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from asyncrl.build.virtual import Simulation
+from asyncrl.core.cost_model import CostModel
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.sim.invariants import InvariantViolation
 
@@ -158,3 +159,19 @@ def test_cancelled_at_any_moment_the_run_leaves_nothing_behind() -> None:
         if not hit:
             break
     assert turn > 200
+
+
+def test_the_cost_model_follows_the_servers_and_says_how_far_off_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins with servers three times as slow as they are."""
+    slow = CostModel(k1=2e-7, k2=4e-3, k3=3e-4, k4=3e-2, k5=4e-5)
+    monkeypatch.setattr("asyncrl.build.assemble.cost_of", lambda instance: slow)
+    settings = busy(
+        staleness={"bound": 3},
+        rollout={"max_new_tokens": 300, "max_tokens": 600},
+        engine={"count": 2, "max_running_requests": 16, "max_total_tokens": 10**5},
+        run={"steps": 12},
+        sim={"lengths": {"kind": "lognormal", "mean": 250, "tailness": 77}},
+    )
+    events = play(settings).trace.events
+    errors = [e[3] for e in events if e[:2] == ("counter", "coordinator/cost_error")]
+    assert errors[0] > 0.5 and errors[-1] < 0.2
