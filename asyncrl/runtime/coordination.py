@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from operator import itemgetter
 
 from asyncrl.core.commands import Interrupt, Pull, Route
 from asyncrl.core.coordinator import Coordinator
@@ -75,6 +76,7 @@ class Coordination:
             if self._wants_load(instance):
                 under_way.create_task(self._ask(instance))
         newest = self._parameters.version
+        routes: list[tuple[int, Instance, Route]] = []
         for command in self._coordinator.plan(self._proxy.snapshot(newest), self._buffer.room):
             instance = instances[command.instance]
             match command:
@@ -86,8 +88,11 @@ class Coordination:
                     instance.interrupted += len(numbers) - len(running)
                     instance.cutting.update(running)
                     under_way.create_task(self._interrupt(running, instance))
-                case Route(requests=numbers):
-                    self._route(numbers, instance, newest if instance.pulling else instance.version)
+                case Route():
+                    routes.append((newest if instance.pulling else instance.version, instance, command))
+        # The oldest version first: that is what the plan gave a group whose members go to several.
+        for version, instance, command in sorted(routes, key=itemgetter(0)):
+            self._route(command.requests, instance, version)
 
     def _measure(self) -> None:
         """Let the cost model follow the servers."""
@@ -107,14 +112,16 @@ class Coordination:
             if request is None and any(number in i.cutting or (i.pulling and number in i.requests) for i in fleet):
                 waiting.promise(number, instance)
             elif request is None or request.given.done() or not self._starts(request, version):
-                instance.routed += 1  # it has gone, or its group may not start: the command is done with
+                instance.routed += 1  # it has gone, or may not start there: the command is done with
             else:
                 waiting.remove(request)
                 self._proxy.hand(request, instance)
 
     def _starts(self, request: Request, version: int) -> bool:
-        """The group of the request has a V_traj, or is given one now."""
+        """The version may serve the request, whose group has a V_traj or is given one now."""
         start = request.start
+        if request.view.oldest > version:
+            return False
         if start.v_traj is None:
             if not self._buffer.assign(start.group_id, version):
                 return False

@@ -17,6 +17,8 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
+from msgspec.structs import replace
+
 from asyncrl.core.policy.routing import RequestView, has_room, least_loaded
 from asyncrl.core.snapshot import FleetSnapshot
 from asyncrl.ports import Engine, EngineError, EngineInfo, EngineRejected, GenerateRequest, Observer
@@ -111,6 +113,7 @@ class LLMProxy:
     def mark_down(self, instance: Instance, error: Exception) -> None:
         """The server failed: no more requests until it is back. Those it runs come back by themselves."""
         self._last_error = str(error)
+        self.waiting.forget(instance)
         while instance.held:
             request = instance.held.pop()
             if not request.given.done():
@@ -242,6 +245,8 @@ class LLMProxy:
                 received += len(chunk.output_ids)
                 instance.tokens += len(chunk.output_ids)
                 instance.generated += len(chunk.output_ids)
+                if number in instance.requests:
+                    instance.requests[number] = replace(view, tokens=view.tokens + received, after=version)
                 if instance.tokens > instance.attention_at:
                     self.on_change()
                 if chunk.finish_reason == "abort":
@@ -286,9 +291,11 @@ class LLMProxy:
         if view.pinned and not self.has_pinned:
             raise EngineRejected(NONE_PINNED)
         target = self.waiting.redeem(view.id)
-        if target is not None and target.up:
+        if target is not None and (target.pulling or target.version >= view.oldest):
             self.hand(request, target)
         else:
+            if target is not None:  # too old by now: its command is done with
+                target.routed += 1
             self._queue(view).put(request)
             self._assign()
         try:
@@ -347,7 +354,7 @@ class LLMProxy:
     def _give(self, instance: Instance, request: Request) -> None:
         view = request.view
         if not view.pinned:
-            instance.requests[view.id] = view
+            instance.requests[view.id] = replace(view, after=instance.version)  # where it is cut, it has its tokens
             instance.routed += 1
         instance.prefilled += view.tokens - (view.prefix if view.home == instance.name else 0)
         instance.running += view.slots

@@ -116,6 +116,10 @@ class TrajectoryServer:
         """A request that is being interrupted goes to this server when it is back."""
         self._promised[number] = instance
 
+    def forget(self, instance: Instance) -> None:
+        """The server failed: what was promised to it is not."""
+        self._promised = {number: to for number, to in self._promised.items() if to is not instance}
+
     def redeem(self, number: int) -> Instance | None:
         """The request is back, or has ended."""
         return self._promised.pop(number, None)

@@ -8,14 +8,20 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from asyncrl.build.virtual import Simulation
+from asyncrl.core.commands import Route
 from asyncrl.core.cost_model import CostModel
+from asyncrl.core.policy.routing import RequestView
+from asyncrl.runtime.coordination import Coordination
 from asyncrl.runtime.llm_proxy import LLMProxy
+from asyncrl.runtime.trajectory_server import Request, Start, TrajectoryServer
 from asyncrl.sim.invariants import InvariantViolation
+from asyncrl.sim.loop import run
 
 from .test_faults import SHORT
 from .world import cancelled_at, check_laws, coordinated_recipe, play, recipe, started
@@ -112,7 +118,8 @@ def test_a_pull_that_fails_takes_one_server_out_and_the_others_go_on() -> None:
 def test_requests_migrate_with_their_tokens_and_the_trace_shows_it() -> None:
     """The check of sim/invariants.py counts the tokens of each response."""
     settings = busy(
-        engine={"phi_wait": 0, "phi_throughput": 1.1, "mu": 0.05, "max_total_tokens": 400},
+        engine={"phi_wait": 0, "phi_throughput": 1.1, "mu": 0.05, "max_running_requests": 12, "max_total_tokens": 400},
+        staleness={"bound": 3},
         sim={"lengths": {"kind": "lognormal", "mean": 300, "tailness": 77}},
     )
     simulation = play(settings)
@@ -135,6 +142,66 @@ def test_an_evaluation_beside_training_is_of_one_version_and_the_last_of_the_las
 def test_at_the_end_every_server_has_the_last_version() -> None:
     simulation = play(busy())
     assert {engine.version for engine in simulation.engines} == {8}
+
+
+SPREAD = {
+    "staleness": {"bound": 3},
+    "rollout": {"batch_groups": 4, "group_size": 6, "num_envs": 96},
+    "engine": {"count": 4, "max_running_requests": 24, "max_total_tokens": 10**5},
+}
+
+
+def test_a_group_has_the_oldest_version_that_its_members_go_to_whatever_the_order_of_commands() -> None:
+    old, new = (
+        SimpleNamespace(name=f"v{v}", version=v, pulling=False, tokens=0, max_tokens=1, up=False) for v in (3, 4)
+    )
+    waiting, given = TrajectoryServer(), []
+    start = Start(group_id=7, v_traj=None)
+
+    def assign(group: int, version: int) -> bool:
+        start.v_traj = version
+        return True
+
+    proxy: Any = SimpleNamespace(
+        instances=[old, new],
+        waiting=waiting,
+        snapshot=lambda newest: None,
+        hand=lambda request, instance: given.append((request.view.id, instance.name)),
+    )
+    routes = [Route(instance="v4", requests=(1,)), Route(instance="v3", requests=(2,))]
+    anything: Any = SimpleNamespace(version=4, room=None, assign=assign, plan=lambda snapshot, room: routes)
+    coordination = Coordination(
+        coordinator=anything, proxy=proxy, parameters=anything, buffer=anything, observer=anything
+    )
+
+    async def rounds() -> None:
+        for number in (1, 2):
+            view = RequestView(id=number, group=7, v_traj=None, tokens=1, sequence=number)
+            waiting.put(Request(view, start, asyncio.get_running_loop().create_future()))
+        async with asyncio.TaskGroup() as group:
+            coordination._round(group)
+
+    run(rounds())
+    assert given == [(2, "v3"), (1, "v4")]
+    assert start.v_traj == 3
+
+
+def test_the_books_show_a_running_request_as_it_would_come_back() -> None:
+    settings, seen = busy(**SPREAD), 0
+
+    async def watch(simulation: Simulation) -> None:
+        nonlocal seen
+        while True:
+            for instance in simulation.run.proxy.instances:
+                views = instance.requests.values()
+                assert sum(view.tokens for view in views) == instance.tokens
+                if not instance.pulling:
+                    assert all(view.after == view.oldest == instance.version for view in views)
+                seen += len(views)
+            await asyncio.sleep(0.05)
+
+    check_laws(settings, play(settings, watch))
+    assert seen
 
 
 def test_a_server_that_pulls_is_given_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,13 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "update": {"running": "interrupt"},
         "engine": {"routing": "prefix_affine"},
     },
+    # AReaL, as StaleFlow (§2.2) compares itself with it: what is in flight is capped as a whole; all servers take new
+    # weights after each step, and running requests go on with their tokens on any of them.
+    "areal": {
+        "staleness": {"control": "inflight_cap", "bound": 1.0},
+        "update": {"running": "interrupt"},
+        "engine": {"routing": "least_loaded"},
+    },
     # StaleFlow §4, §5: a place for every group from its first token on; a coordinator that sends each request where it
     # helps most, moves requests between servers, and has each server take new weights when that lets new work in.
     "staleflow": {
