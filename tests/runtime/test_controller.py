@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 
 import pytest
 
@@ -88,6 +89,17 @@ def test_an_update_interrupts_requests_which_then_mix_versions() -> None:
         t for b in play(settings).trace.batches for t in b.trajectories if len({v for v in t.versions if v >= 0}) > 1
     ]
     assert mixed
+
+
+def test_the_preset_areal_caps_what_is_in_flight_and_updates_all_servers_in_the_midst_of_responses() -> None:
+    settings = recipe(preset="areal", env={"max_turns": 1}, rollout={"num_envs": 12, "max_new_tokens": 300})
+    simulation = play(settings)
+    check_laws(settings, simulation)
+    loads = Counter(dict(e[5])["version"] for e in simulation.trace.events if e[0] == "span" and e[2] == "update")
+    assert loads == dict.fromkeys(range(1, settings.run.steps + 1), settings.engine.count)
+    trained = [t for batch in simulation.trace.batches for t in batch.trajectories]
+    assert any(len({v for v in t.versions if v >= 0}) > 1 for t in trained)
+    assert max(v for batch in simulation.trace.batches for v in batch.staleness) == 1
 
 
 def test_draining_never_mixes_versions_within_a_turn() -> None:
