@@ -43,12 +43,13 @@ class Start:
 class Request:
     """One request that waits. ``given`` is done with its server when it has one."""
 
-    __slots__ = ("given", "start", "view")
+    __slots__ = ("given", "level", "start", "view")
 
     def __init__(self, view: RequestView, start: Start, given: asyncio.Future[Instance]) -> None:
         self.view = view
         self.start = start
         self.given = given
+        self.level = 0
 
 
 INITIAL = 1 << 62
@@ -83,32 +84,40 @@ class TrajectoryServer:
     def put(self, request: Request, *, front: bool = False) -> None:
         """Behind the others of its level, or before them."""
         view = request.view
-        self._requests[view.id] = request
+        number = view.id
+        self._requests[number] = request
         if view.v_traj is None:
-            self._initial.setdefault(view.group, {})[view.id] = None
-        level = self._levels.setdefault(_level(view), OrderedDict())
-        level[view.id] = view
+            request.level = INITIAL
+            self._initial.setdefault(view.group, {})[number] = None
+        else:
+            request.level = view.oldest
+        level = self._levels.get(request.level)
+        if level is None:
+            level = self._levels[request.level] = OrderedDict()
+        level[number] = view
         if front:
-            level.move_to_end(view.id, last=False)
+            level.move_to_end(number, last=False)
 
     def first(self) -> Request | None:
-        if not self._levels:
+        levels = self._levels
+        if not levels:
             return None
-        return self._requests[next(iter(self._levels[min(self._levels)]))]
+        level = levels[min(levels)] if len(levels) > 1 else next(iter(levels.values()))
+        return self._requests[next(iter(level))]
 
     def remove(self, request: Request) -> None:
         """Harmless for one that has gone."""
         view = request.view
-        if self._requests.pop(view.id, None) is None:
+        number = view.id
+        if self._requests.pop(number, None) is None:
             return
-        number = _level(view)
-        level = self._levels[number]
-        del level[view.id]
+        level = self._levels[request.level]
+        del level[number]
         if not level:
-            del self._levels[number]
+            del self._levels[request.level]
         if view.v_traj is None:
             group = self._initial[view.group]
-            del group[view.id]
+            del group[number]
             if not group:
                 del self._initial[view.group]
 
@@ -131,7 +140,3 @@ class TrajectoryServer:
             self.remove(request)
             request.view = msgspec.structs.replace(request.view, v_traj=start.v_traj)
             self.put(request)
-
-
-def _level(view: RequestView) -> int:
-    return INITIAL if view.v_traj is None else view.oldest
