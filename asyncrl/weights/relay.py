@@ -25,6 +25,9 @@ from asyncrl.wire import FetchReply, FetchReq, RelayOrders, RelayState
 
 log = logging.getLogger("asyncrl.relay")
 
+SO_MAX_PACING_RATE = 47
+"""Linux's; Python has no name for it."""
+
 PIECE_BYTES = 2**21
 """Received before it is written and summed up, while it is still in a processor's cache."""
 
@@ -40,12 +43,13 @@ ABSENT_S = 0.5
 
 class Relay:
     """``data`` is the listening socket where others take weights; ``chunk_bytes`` is how much has to be there before it
-    is given on."""
+    is given on, at ``pace`` bytes a second at most (0: any)."""
 
-    def __init__(self, store: Store, data: socket.socket, chunk_bytes: int) -> None:
+    def __init__(self, store: Store, data: socket.socket, chunk_bytes: int, pace: int = 0) -> None:
         self._store = store
         self._data = data
         self._chunk_bytes = chunk_bytes
+        self._pace = pace
         self._orders = RelayOrders(run="")
         self._incoming: Incoming | None = None
         self._incoming_run = ""
@@ -99,6 +103,7 @@ class Relay:
             going_on = self._wanted() if orders.source == before.source else None
             if going_on is None or self._incoming is None or going_on != self._incoming.manifest.version:
                 self._fetching.reschedule(asyncio.get_running_loop().time())
+                self._fetching = None
         self._tell()
 
     def _tell(self) -> None:
@@ -169,8 +174,11 @@ class Relay:
                     self._absent.clear()
                 continue
             try:
-                async with asyncio.timeout(None) as self._fetching:
-                    await self._fetch(orders, version)
+                try:
+                    async with asyncio.timeout(None) as self._fetching:
+                        await self._fetch(orders, version)
+                finally:
+                    self._fetching = None
             except NoRoom as error:
                 log.warning("%s", error)
                 self._unable = (version, str(error))
@@ -184,8 +192,6 @@ class Relay:
                 log.info("version %d from %s: %s", version, orders.source, error or type(error).__name__)
                 if self._orders is orders:
                     await asyncio.sleep(RETRY_S)
-            finally:
-                self._fetching = None
 
     async def _fetch(self, orders: RelayOrders, version: int) -> None:
         """The rest of a version. Raises ``LinkBroken``, ``OSError``, ``Corrupt`` or ``NoRoom``."""
@@ -237,6 +243,8 @@ class Relay:
         try:
             with sock:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if self._pace:
+                    sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, self._pace)
                 request = await receive(sock, FetchReq)
                 version = await self._found(request, sock)
                 manifest = None if version is None else version.manifest

@@ -28,13 +28,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.chunk_mb < 1:
             raise StoreError(f"--chunk-mb {args.chunk_mb}: must be at least 1")
+        if not 0 <= args.max_mb_s < 2**11:
+            raise StoreError(f"--max-mb-s {args.max_mb_s}: must be from 0 (any speed) to 2047")
         with (
             _bind(args.host, args.port) as control,
             _bind(args.host, args.data_port) as data,
             Store(args.memory, str(control.getsockname()[1])) as store,
         ):
             # The selector loop: uvloop has no sendfile of a plain socket.
-            asyncio.run(_run(Relay(store, data, args.chunk_mb * 2**20), control))
+            asyncio.run(_run(Relay(store, data, args.chunk_mb * 2**20, args.max_mb_s * 2**20), control))
     except StoreError as error:
         print(f"asyncrl relay: {error}", file=sys.stderr)
         return 2
@@ -50,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data-port", type=int, default=0, help="where others take weights (default: any free one)")
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="mount of the shared memory")
     parser.add_argument("--chunk-mb", type=int, default=32, help="what is there of a version before it is given on")
+    parser.add_argument("--max-mb-s", type=int, default=0, help="give no faster, to leave the network to others")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     return parser
 

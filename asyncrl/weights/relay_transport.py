@@ -33,7 +33,7 @@ RETRY_S = 0.1
 CLOSE_S = 2.0
 
 GONE_S = 10.0
-"""How long a paused server waits for a relay that was killed, which its launcher may start again."""
+"""How long a server waits for a relay that was lost, which its launcher may start again."""
 
 
 class Publisher(Protocol):
@@ -73,6 +73,8 @@ class RelayTransport:
         self.chain = RelayChain(keep)
         self.states: dict[str, RelayState] = {}
         """Of the relays that are in the chain."""
+        self._lost: dict[str, float] = {}
+        """When a relay was last there, or first expected."""
         self.news = asyncio.Event()
         """Set, and replaced, whenever a state or the orders changed."""
 
@@ -85,6 +87,8 @@ class RelayTransport:
                 tasks.create_task(self._keep(session, relay))
 
     async def _keep(self, session: aiohttp.ClientSession, relay: str) -> None:
+        now = asyncio.get_running_loop().time
+        self._lost[relay] = now()
         while True:
             why = "it closed the connection"
             try:
@@ -98,6 +102,7 @@ class RelayTransport:
                 why = str(error) or type(error).__name__
             if self.states.pop(relay, None) is not None:
                 self.chain.lose(relay)
+                self._lost[relay] = now()
                 self._tell()
                 self._note(f"relay {relay} is gone ({why}); the others go on without it")
             await asyncio.sleep(RETRY_S)
@@ -155,7 +160,7 @@ class RelayTransport:
     async def prepare(self, version: int) -> None:
         newest = self.chain.newest
         if newest is not None and newest != version:  # the trainer's memory is free when one relay has it all
-            await self._within(lambda: self._held_by_one(newest) or not self._able())
+            await self._within(lambda: self._held_by_one(newest) or self._all_unable())
         if newest == version and self._held_by_one(version):
             return  # a trainer that was started again need not gather it anew
         metrics = await self._trainer.publish(version, "relay")
@@ -169,8 +174,10 @@ class RelayTransport:
         started = asyncio.get_running_loop().time()
         relays = {self._hosts[engine.name] for engine in engines if engine.name in self._hosts}
         # Until one relay has all of it, only the trainer does.
-        await self._trainer.unless_ended(self._within(lambda: self._held_by_one(version) or not self._able()))
-        await self._within(lambda: not any(self._lacks(relay, version) for relay in relays))
+        await self._trainer.unless_ended(self._within(lambda: self._held_by_one(version) or self._all_unable()))
+        async with asyncio.TaskGroup() as waits:
+            for relay in relays:
+                waits.create_task(self._settled(relay, version))
         now = asyncio.get_running_loop().time()
         self._observer.span("controller", "broadcast", started, now, {"version": version})
 
@@ -196,11 +203,7 @@ class RelayTransport:
             raise EngineError(f"{engine.name}: no relay on its host; add one to weights.relay_urls")
         self.chain.hold(version)
         try:
-            await self._within(lambda: relay in self.states, GONE_S)  # it may be on its way back
-            if not await self._within(lambda: not self._lacks(relay, version)):
-                raise EngineError(
-                    f"{engine.name}: relay {relay} did not get version {version} in {self._timeout_s:g} s"
-                )
+            await self._settled(relay, version)
             if not self._has(relay, version):
                 raise EngineError(f"{engine.name}: cannot load version {version}: {self._why(relay)}")
             await engine.load_from_disk(f"{self.states[relay].folder}/v{version}", version)
@@ -217,8 +220,9 @@ class RelayTransport:
 
     # --- who holds what
 
-    def _able(self) -> list[str]:
-        return [relay for relay in self.chain.relays if self.chain.is_able(relay)]
+    def _all_unable(self) -> bool:
+        """There are relays, but none can take the newest version."""
+        return bool(self.states) and not any(self.chain.is_able(relay) for relay in self.states)
 
     def _has(self, relay: str, version: int) -> bool:
         return relay in self.states and version in self.states[relay].versions
@@ -230,9 +234,22 @@ class RelayTransport:
         """It is there, and can still get it."""
         return relay in self.states and not self._has(relay, version) and self.states[relay].unable != version
 
+    async def _settled(self, relay: str, version: int) -> None:
+        """Wait until it has the version, or will not get it: it has no room, is gone for ``GONE_S``, or takes too
+        long."""
+        now = asyncio.get_running_loop().time
+        while relay not in self.states or self._lacks(relay, version):
+            if relay in self.states:
+                if not await self._within(lambda: not self._lacks(relay, version)):
+                    return
+            elif not await self._within(lambda: relay in self.states, self._lost.get(relay, 0.0) + GONE_S - now()):
+                return
+
     def _why(self, relay: str) -> str:
         state = self.states.get(relay)
-        return f"relay {relay} is gone" if state is None else f"relay {relay}: {state.error}"
+        if state is None:
+            return f"relay {relay} is gone"
+        return f"relay {relay}: {state.error or f'it did not come in {self._timeout_s:g} s'}"
 
     async def _within(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
         """Wait until ``condition`` holds, for ``timeout_s`` (``self._timeout_s`` if not given); whether it does."""

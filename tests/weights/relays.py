@@ -90,9 +90,12 @@ class Seen:
 class World:
     """``relays`` processes with their folders in ``memory``, and one server on each."""
 
-    def __init__(self, memory: Path, relays: int, *, megabytes: float, chunk_mb: int = 1, keep: int = 2) -> None:
+    def __init__(
+        self, memory: Path, relays: int, *, megabytes: float, chunk_mb: int = 1, keep: int = 2, max_mb_s: int = 0
+    ) -> None:
         self.memory = memory
         self.chunk_mb = chunk_mb
+        self.max_mb_s = max_mb_s
         self.ports = [free_port() for _ in range(relays)]
         self.urls = [f"http://127.0.0.1:{port}" for port in self.ports]
         self.processes: dict[int, asyncio.subprocess.Process] = {}
@@ -107,7 +110,7 @@ class World:
             address="127.0.0.1",
             keep=keep,
             run="test",
-            timeout_s=20.0,
+            timeout_s=60.0,
             observer=cast(Observer, self.seen),
             note=self.notes.append,
         )
@@ -125,7 +128,8 @@ class World:
     async def start(self, index: int) -> None:
         self.processes[index] = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "asyncrl.weights.relay_main", "--port", str(self.ports[index])),
-            *("--memory", str(self.memory), "--chunk-mb", str(self.chunk_mb), "--log-level", "warning"),
+            *("--memory", str(self.memory), "--chunk-mb", str(self.chunk_mb), "--max-mb-s", str(self.max_mb_s)),
+            *("--log-level", "error"),
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
@@ -134,7 +138,7 @@ class World:
         if number is signal.SIGKILL:
             await self.processes[index].wait()
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():
                 await self.transport.news.wait()

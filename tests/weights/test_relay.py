@@ -85,7 +85,7 @@ async def relay(memory: Path, *sources: Source) -> AsyncIterator[Relay]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 (a thread or the kernel may be what is waited for)
             await asyncio.sleep(0.002)
 
@@ -156,6 +156,22 @@ async def test_another_source_goes_on_where_the_first_was_at_once(tmp_path: Path
         assert other.requests[0].offset == one.state().received - (len(file) - other.requests[0].offset)
         assert 0 < other.requests[0].offset <= half
         hangs.set()
+
+
+async def test_orders_may_change_at_any_moment_and_any_number_of_times(tmp_path: Path) -> None:
+    manifest, file = await published(1)
+    cut = Source(manifest, lambda n, offset: file[offset : offset + 50_000])
+    whole = Source(manifest, lambda n, offset: file[offset:])
+    rng = random.Random(2)
+    async with relay(tmp_path, cut, whole) as one:
+        for number in range(200):
+            address = rng.choice([cut.address, "127.0.0.1:1", f"127.0.0.1:{one.state().data_port}"])
+            one.obey(RelayOrders(run="r", source=address, versions=(2, 1)[rng.randrange(2) :]))
+            if number % 3:
+                await asyncio.sleep(rng.choice([0, 0, 0.001, 0.03]))
+        one.obey(RelayOrders(run="r", source=whole.address, versions=(1,)))
+        await until(lambda: one.state().versions == [1])
+        check_loads(tmp_path, 1)
 
 
 async def test_what_is_begun_is_ended_before_a_newer_version_is_taken(tmp_path: Path) -> None:

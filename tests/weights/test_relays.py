@@ -14,11 +14,17 @@ from asyncrl.processes import free_port
 
 from .relays import World, world
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 def size(of: World, version: int) -> int:
     return (of.folder(0) / f"v{version}" / "model.safetensors").stat().st_size
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crowded machine may keep a process waiting for seconds. That they have gone is told by their connections."""
+    monkeypatch.setattr("asyncrl.weights.relay_transport.SILENCE_S", 10.0)
 
 
 async def test_every_server_loads_each_version_from_its_own_host(tmp_path: Path) -> None:
@@ -36,6 +42,16 @@ async def test_every_server_loads_each_version_from_its_own_host(tmp_path: Path)
         await w.transport.close()
         assert list(tmp_path.glob("*/v*")) == [], "freed"
     assert list(tmp_path.iterdir()) == [], "and nothing is left when the relays have ended"
+
+
+async def test_a_paced_chain_is_a_pipeline(tmp_path: Path) -> None:
+    """Each link brings 16 MB/s, so 8 MB take half a second, over one link or three: not that much for each."""
+    async with world(tmp_path, 4, megabytes=8, max_mb_s=16) as w:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await w.transport.prepare(1)
+        await w.transport.arrive(w.engines(), 1)
+        assert 0.4 < loop.time() - began < 1.4
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2], ids=["the master", "in the middle", "the last"])
@@ -56,16 +72,17 @@ def size_of_file(w: World, index: int) -> int:
     return (w.folder(index) / "v1" / "model.safetensors").stat().st_size
 
 
-async def test_a_relay_that_hangs_is_cut_out_too(tmp_path: Path) -> None:
+async def test_a_relay_that_hangs_is_cut_out_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(tmp_path, 2, megabytes=24) as w:
         await w.transport.prepare(1)
         await w.until(lambda: w.state(0).received > 2**20)
+        monkeypatch.setattr("asyncrl.weights.relay_transport.SILENCE_S", 0.8)
         await w.kill(0, signal.SIGSTOP)
-        started = asyncio.get_running_loop().time()
         await w.transport.arrive(w.engines(1), 1)
-        assert asyncio.get_running_loop().time() - started < 5
         await w.transport.deliver(w.engines(1), 1)
+        monkeypatch.undo()
         await w.kill(0, signal.SIGCONT)
+        await w.up()
         await w.broadcast(2)
         assert [server.version for server in w.servers] == [2, 2], "and is taken in again when it wakes up"
 
@@ -91,7 +108,7 @@ async def test_a_dead_relays_folder_is_removed_by_whichever_starts_next(tmp_path
         await w.kill(1)
         dead, w.ports[1] = w.folder(1), free_port()
         await w.start(1)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while dead.exists():  # noqa: ASYNC110 (another process does it)
                 await asyncio.sleep(0.02)
         assert w.folder(0).exists(), "a living one's is not"

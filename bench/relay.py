@@ -1,0 +1,245 @@
+"""Relays as real processes on this machine: what a hop reaches of what the machine can copy, chains, chunks, kills.
+
+    python bench/relay.py --json bench/results/relay.json     (--quick: smaller, ten kills)
+
+* ceiling: two processes, one sends a file of shared memory by sendfile, the other receives it and writes it to another:
+  plain blocking sockets and no checks. And what one core copies in memory.
+* hop: trainer → one relay, all of it: orders, sockets, checksums, the rename. GB/s against the ceiling.
+* chain: 1 to 8 relays as fast as they can, and CPU seconds of all relays for each GB: cores bind it here.
+* paced: the same with links of 48 MB/s, paced by the kernel, which leaves the cores idle enough to show the pipeline.
+* chunks: eight paced relays with chunks of several sizes, against T(p, k) of core/theory/broadcast.py.
+* stall: seconds in which the trainer is held to copy a version into the memory that it offers (without the gathering).
+* kills: a relay, at random, killed by SIGKILL at a random moment of a broadcast; each server loads the version and
+  compares it. Seconds until the controller has noticed, and until every other relay has the version.
+
+The trainer is played (random weights), relays and the controller's end are the real ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import mmap
+import multiprocessing
+import os
+import random
+import socket
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from asyncrl.core.theory.broadcast import Chain, broadcast_time, optimal_chunks
+from tests.weights.relays import World, world
+
+MEMORY = Path("/dev/shm")
+LINK_MB_S = 48
+START_S = 0.001
+"""T_start for the formula: about what a chunk costs here beside its bytes."""
+
+
+def _send(listener: socket.socket, path: str, size: int) -> None:
+    peer, _ = listener.accept()
+    with peer, open(path, "rb") as file:
+        done = 0
+        while done < size:
+            done += os.sendfile(peer.fileno(), file.fileno(), done, size - done)
+
+
+def bare_copy(megabytes: int) -> dict[str, float]:
+    """GB/s of the plainest hop there can be, and the CPU seconds of its receiving end for a GB."""
+    size = megabytes * 2**20
+    source, target = MEMORY / f"bench-relay-{os.getpid()}-a", MEMORY / f"bench-relay-{os.getpid()}-b"
+    source.write_bytes(os.urandom(2**20) * megabytes)
+    listener = socket.create_server(("127.0.0.1", 0))
+    sender = multiprocessing.get_context("fork").Process(target=_send, args=(listener, str(source), size))
+    try:
+        sender.start()
+        buffer = memoryview(bytearray(2**21))
+        with socket.create_connection(listener.getsockname()) as peer, target.open("wb") as file:
+            began, cpu = time.perf_counter(), time.process_time()
+            done = 0
+            while count := peer.recv_into(buffer):
+                done += os.pwrite(file.fileno(), buffer[:count], done)
+            seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+        sender.join()
+        assert done == size
+    finally:
+        source.unlink()
+        target.unlink(missing_ok=True)
+        listener.close()
+    return {"gb_s": size / 1e9 / seconds, "cpu_s_gb": cpu / (size / 1e9)}
+
+
+def memory_copy(megabytes: int) -> float:
+    """GB/s of one core, from memory that is in use to memory that is."""
+    source, target = (np.frombuffer(mmap.mmap(-1, megabytes * 2**20), dtype=np.uint8) for _ in range(2))
+    source[:] = 1
+    target[:] = 2
+    began = time.perf_counter()
+    target[:] = source
+    return len(source) / 1e9 / (time.perf_counter() - began)
+
+
+def cpu_seconds(w: World) -> float:
+    """Of all relays, so far."""
+    ticks = 0
+    for process in w.processes.values():
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+async def broadcast(relays: int, megabytes: float, rounds: int, **settings: Any) -> dict[str, float]:
+    """Best and median of ``rounds`` versions, from the offer to the last relay's having it."""
+    seconds, cpu, loop = [], [], asyncio.get_running_loop()
+    async with world(MEMORY, relays, megabytes=megabytes, **settings) as w:
+        for version in range(1, rounds + 1):
+            await w.transport.prepare(version)
+            began, before = loop.time(), cpu_seconds(w)
+            await w.transport.arrive(w.engines(), version)
+            seconds.append(loop.time() - began)
+            cpu.append(cpu_seconds(w) - before)
+        size = next(w.folder(0).glob("v*/model.safetensors")).stat().st_size
+    best = min(seconds)
+    return {
+        "relays": relays,
+        "seconds": best,
+        "median_s": statistics.median(seconds),
+        "gb_s": size / 1e9 / best,
+        "bytes": size,
+        "cpu_s_gb": statistics.median(cpu) / (size / 1e9) / relays,
+    }
+
+
+async def stall(megabytes: int) -> dict[str, float]:
+    """Of the first version, which gets its memory from the kernel, and of a later one."""
+    from asyncrl.core.manifest import Manifest, TensorInfo
+    from asyncrl.weights.outlet import Outlet
+
+    outlet = Outlet("127.0.0.1")
+    count = megabytes * 2**20
+    gathered = np.ones(count, dtype=np.uint8)
+    manifest = Manifest(version=1, tensors=(TensorInfo(name="a", shape=(count,), dtype="uint8"),))
+    seconds = []
+    for _ in range(4):
+        began = time.perf_counter()
+        layout, memory = outlet.begin(manifest)
+        np.frombuffer(memory, dtype=np.uint8, count=count, offset=layout.places[0].start)[:] = gathered
+        outlet.offer(manifest)
+        seconds.append(time.perf_counter() - began)
+    outlet.close()
+    return {"first_s": seconds[0], "later_s": min(seconds[1:]), "gigabytes": count / 1e9}
+
+
+async def kills(count: int, megabytes: float, seed: int) -> dict[str, Any]:
+    """Corrupt weights would raise in ``PlayedServer.load_from_disk``."""
+    rng, relays, loop = random.Random(seed), 4, asyncio.get_running_loop()
+    noticed, recovered, undisturbed, middle, again = [], [], [], 0, 0
+    async with world(MEMORY, relays, megabytes=megabytes) as w:
+        for version in (1, 2, 3):
+            await w.transport.prepare(version)
+            began = loop.time()
+            await w.transport.arrive(w.engines(), version)
+            undisturbed.append(loop.time() - began)
+        usual = statistics.median(undisturbed)
+        for version in range(4, 4 + count):
+            victim = rng.randrange(relays)
+            others = [i for i in range(relays) if i != victim]
+            await w.transport.prepare(version)
+            before = {i: w.state(i).received for i in others}
+            await asyncio.sleep(rng.uniform(0, usual))
+            middle += any(version not in w.state(i).versions for i in others)
+            began = loop.time()
+            await w.kill(victim)
+            await w.without(victim)
+            noticed.append(loop.time() - began)
+            await w.transport.arrive(w.engines(*others), version)
+            recovered.append(loop.time() - began)
+            await w.transport.deliver(w.engines(*others), version)
+            size = (w.folder(others[0]) / f"v{version}" / "model.safetensors").stat().st_size
+            again += sum(w.state(i).received - before[i] - size for i in others)
+            await w.start(victim)
+            await w.up(victim)
+            await w.until(lambda v=victim, n=version: w.state(v).versions == [n - 1, n])  # type: ignore[misc]
+            await w.transport.deliver(w.engines(victim), version)
+    return {
+        "kills": count,
+        "in_mid_broadcast": middle,
+        "corrupt_loads": 0,
+        "bytes_sent_twice": again,
+        "undisturbed_s": usual,
+        "noticed_s": _spread(noticed),
+        "recovered_s": _spread(recovered),
+    }
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {"median": statistics.median(ordered), "p95": ordered[int(0.95 * len(ordered))], "max": ordered[-1]}
+
+
+def _show(part: str, row: dict[str, Any]) -> None:
+    print(f"{part:8}", json.dumps(row, default=str), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="less of everything")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", metavar="PART,…", help="hop, chain, paced, chunks, stall, kills")
+    args = parser.parse_args()
+    wanted = set(args.only.split(",")) if args.only else {"hop", "chain", "paced", "chunks", "stall", "kills"}
+    megabytes, rounds = (64, 2) if args.quick else (512, 4)
+    found: dict[str, Any] = {"megabytes": megabytes, "cores": os.cpu_count()}
+
+    if "hop" in wanted:
+        # In turn, as other work on the machine comes and goes.
+        bare, hops = [], []
+        for _ in range(1 if args.quick else 3):
+            bare.append(bare_copy(megabytes))
+            hops.append(asyncio.run(broadcast(1, megabytes, rounds, chunk_mb=32)))
+        ceiling = max(bare, key=lambda row: row["gb_s"]) | {"memory_gb_s": memory_copy(megabytes)}
+        hop = max(hops, key=lambda row: row["gb_s"])
+        found["ceiling"], found["hop"] = ceiling, hop | {"of_ceiling": hop["gb_s"] / ceiling["gb_s"]}
+        _show("ceiling", found["ceiling"])
+        _show("hop", found["hop"])
+    if "chain" in wanted:
+        found["chain"] = [asyncio.run(broadcast(n, megabytes / 2, rounds, chunk_mb=8)) for n in (1, 2, 4, 8)]
+        for row in found["chain"]:
+            row["cores_busy"] = row["cpu_s_gb"] * row["relays"] * row["gb_s"]
+            _show("chain", row)
+    paced = {"max_mb_s": LINK_MB_S, "megabytes": 24 if args.quick else 96}
+    if "paced" in wanted:
+        found["paced"] = [asyncio.run(broadcast(n, rounds=rounds, chunk_mb=1, **paced)) for n in (1, 2, 4, 8)]
+        for row in found["paced"]:
+            _show("paced", row)
+    if "chunks" in wanted:
+        found["chunks"] = []
+        for chunk in (1, 4, 16) if args.quick else (1, 2, 4, 8, 16, 32, 96):
+            row = asyncio.run(broadcast(8, rounds=rounds, chunk_mb=chunk, **paced)) | {"chunk_mb": chunk}
+            chain = Chain(nodes=8, size=row["bytes"], byte_s=1 / (LINK_MB_S * 2**20), start_s=START_S)
+            row["formula_s"] = broadcast_time(chain, math.ceil(row["bytes"] / (chunk * 2**20)))
+            row["best_chunk_mb"] = row["bytes"] / 2**20 / optimal_chunks(chain)
+            found["chunks"].append(row)
+            _show("chunks", row)
+    if "stall" in wanted:
+        found["stall"] = asyncio.run(stall(megabytes))
+        _show("stall", found["stall"])
+    if "kills" in wanted:
+        found["kills"] = asyncio.run(kills(10 if args.quick else 100, 32, args.seed))
+        _show("kills", found["kills"])
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
