@@ -84,11 +84,20 @@ def test_a_group_starts_once_and_its_members_may_go_to_newer_servers() -> None:
 
 def test_a_conversation_stays_where_its_prefix_is_until_that_costs_more_than_prefill() -> None:
     """``b`` runs ten of 4,000 tokens: one more adds 52 tokens/s; 76 on an idle server, less what it prefills there."""
-    turn = RequestView(id=1, v_traj=0, tokens=4_000, home="b", prefix=3_990)
+    turn = RequestView(id=1, v_traj=0, after=0, tokens=4_000, home="b", prefix=3_990)
     busy = [RequestView(id=900 + i, v_traj=0, tokens=4_000) for i in range(20)]
     for load, mean, expected in ((10, 10.0, "b"), (10, 100.0, "a"), (10, float("inf"), "a"), (20, 10.0, "a")):
         fleet = [server("a", 0), server("b", 0, busy[:load])]
         assert routed(fleet, [turn], {}, mu=0.01, mean_new_tokens=mean) == [(expected, 1)], (load, mean)
+
+
+def test_new_weights_have_emptied_the_prefix_cache() -> None:
+    """As above, but ``b`` has pulled since it generated the last token: both would prefill all of it."""
+    turn = RequestView(id=1, v_traj=0, after=0, tokens=4_000, home="b", prefix=3_990)
+    busy = [RequestView(id=900 + i, v_traj=0, tokens=4_000) for i in range(10)]
+    for version, expected in ((0, "b"), (1, "a")):
+        fleet = [server("a", version), server("b", version, busy)]
+        assert routed(fleet, [turn], {}, mu=0.01, mean_new_tokens=10.0) == [(expected, 1)], version
 
 
 @given(

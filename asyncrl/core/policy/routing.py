@@ -15,9 +15,10 @@ from asyncrl.core.types import Record
 
 
 class RequestView(Record, frozen=True, kw_only=True):
-    """What routing may know of a request. ``home`` is the server that holds the first ``prefix`` of its tokens, if any;
-    ``sequence`` counts the requests as they arrive, and stays the same when one that was cut off goes on. Of a
-    ``pinned`` one, only the servers of its evaluation are offered."""
+    """What routing may know of a request. ``home`` is the server that holds the first ``prefix`` of its tokens, if any,
+    as long as its version is ``after``: new weights empty its cache. ``sequence`` counts the requests as they arrive,
+    and stays the same when one that was cut off goes on. Of a ``pinned`` one, only the servers of its evaluation are
+    offered."""
 
     v_traj: int | None
     """Oldest version that may generate for its group; None until the group's first request is routed."""

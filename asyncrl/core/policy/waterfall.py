@@ -128,7 +128,7 @@ def gain_of(cost: CostModel, request: RequestView, load: Load, spread: float) ->
         or (load.running and load.running + request.slots > load.max_running)
     ):
         return None
-    held = request.prefix if load.name == request.home and not load.cold else 0
+    held = request.prefix if load.name == request.home and load.version == request.after else 0
     prefill = (request.tokens - held) * spread
     return cost.gain(load.running, load.kv_tokens, request.tokens, request.slots, prefill)
 
