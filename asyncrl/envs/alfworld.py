@@ -4,6 +4,9 @@ A task's row names a game file of ALFWorld's data layout, the official data set 
 
     python -m asyncrl.envs.alfworld DATA --split train > train.jsonl     # DATA holds json_2.1.1/
 
+A row's ``names`` say what goes by another name in its episodes, one to one, as ``{"mug": "plate", "shelf 2": "desk 1"}``:
+few games are then many, and cannot be learned by heart.
+
 The reward is 1 in the step that solves the task. Metrics: ``success``, ``steps``, and ``success/TYPE`` of the task.
 """
 
@@ -11,8 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,7 @@ except ModuleNotFoundError as error:
     raise ImportError(f"ALFWorld is not installed ({error}); pip install 'asyncrl[alfworld]'") from None
 
 WELCOME = "-= Welcome to TextWorld, ALFRED! =-"
+NAME = re.compile(r"\b(?P<kind>[a-z]+)(?P<number> \d+)?\b")
 INSTRUCTIONS = (
     "You act in a household described in text. Each turn, think about what to do next, and then end your reply with "
     "one line of the form\nAction: <command>\n"
@@ -59,10 +64,12 @@ class ALFWorld(SyncEnv):
         self._admissible = admissible
         self._engine = AlfredEngine(Path(cache) if cache else None)
         self._task_type = ""
+        self._names: Mapping[str, str] = {}
         self._steps = 0
 
     def reset(self, task: Task) -> Observation | str:
         self._task_type, self._steps = task.data.get("task_type", ""), 0
+        self._names = task.data.get("names", {})
         intro = self._engine.load(self._data / task.data["game"]).replace(WELCOME, "").strip()
         if self._dialogue.is_chat:
             intro = f"{INSTRUCTIONS}\n\n{intro}"
@@ -70,7 +77,8 @@ class ALFWorld(SyncEnv):
 
     def step(self, action: Action) -> Step:
         self._steps += 1
-        answer, won = self._engine.step(self._dialogue.read(action.text))
+        own = {new: old for old, new in self._names.items()}
+        answer, won = self._engine.step(renamed(self._dialogue.read(action.text), own))
         metrics = {"success": float(won), "steps": float(self._steps)}
         if self._task_type:
             metrics[f"success/{self._task_type}"] = float(won)
@@ -82,7 +90,14 @@ class ALFWorld(SyncEnv):
     def _observation(self, text: str, *, first: bool) -> Observation | str:
         if self._admissible:
             text += f"\nAdmissible commands: {', '.join(self._engine.admissible_commands)}."
-        return self._dialogue.say(text, first=first)
+        return self._dialogue.say(renamed(text, self._names), first=first)
+
+
+def renamed(text: str, names: Mapping[str, str]) -> str:
+    """The text with other names for things (``mug 1``) or for all things of a kind (``mug``)."""
+    if not names:
+        return text
+    return NAME.sub(lambda m: names.get(m[0]) or names.get(m["kind"], m["kind"]) + (m["number"] or ""), text)
 
 
 def rows(data: Path, split: str, task_types: tuple[str, ...] = TASK_TYPES) -> Iterator[dict[str, Any]]:

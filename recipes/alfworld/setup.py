@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
@@ -26,22 +27,26 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl import Action, Task
-from asyncrl.envs.alfworld import ALFWorld, rows
+from asyncrl.envs.alfworld import ALFWorld, renamed, rows
 from asyncrl.envs.alfworld_engine import AlfredEngine
-from asyncrl.envs.alfworld_expert import Expert
+from asyncrl.envs.alfworld_expert import Expert, things
 from asyncrl.envs.alfworld_games import Split, generate, plausible
 
-GAMES: dict[Split, int] = {"train": 240, "valid_seen": 24, "valid_unseen": 24}
+GAMES: dict[Split, int] = {"train": 480, "valid_seen": 24, "valid_unseen": 24}
 TYPES = ("pick_and_place_simple", "look_at_obj_in_light", "pick_clean_then_place_in_recep")
 MAX_RECEPTACLES = 16
 MAX_STEPS = 16
 """The expert's; a game that takes longer is left out. The model may take ``env.max_turns``."""
 DEMONSTRATIONS = 3
 """Of each training game."""
+WANDERS = 0.4
+"""How likely the expert, whenever it goes to a place, goes to any other one first. Not to wander is left to learn."""
+VARIANTS = 4
+"""Of each training game in ``train.jsonl``, each with names of its own."""
 BATCH = 16
-STEPS = 600
+STEPS = 1000
 EXCHANGED = 0.7
-"""Of the episodes have other kinds of things and places."""
+"""Of the episodes, shown or played in training, have other kinds of things and places."""
 MISTAKES = 0.08
 """Of the turns come after a command that fails."""
 MAX_LOSS = 0.8
@@ -95,22 +100,31 @@ def make_games(folder: Path, seed: int, shard: tuple[Split, range]) -> list[list
 
 
 def demonstrate(env: ALFWorld, game: str, rng: random.Random) -> list[Turn]:
-    """An episode of the expert as the model would live it; empty where it takes too long."""
+    """An episode of the expert as the model would live it, detours and all; empty where it takes too long."""
     said = env.reset(Task(id=game, data={"game": game}))
     assert isinstance(said, str)
+    places = things(said)
     play = Expert(said.removesuffix("\n>"), rng, plausible).play()
     turns: list[Turn] = []
-    for _ in range(MAX_STEPS):
-        try:
-            command = play.send(said.strip().removesuffix("\n>")) if turns else next(play)
-        except StopIteration:
-            return []
+    here, meant = "", next(play)
+    while len(turns) < 2 * MAX_STEPS:
+        command = meant
+        if meant.startswith("go to"):
+            detours = [place for place in places if place != here and f"go to {place}" != meant]
+            if detours and rng.random() < WANDERS:
+                command = f"go to {rng.choice(detours)}"
+            here = command.removeprefix("go to ")
         turns.append((said, command))
         step = env.step(Action(text=command, token_ids=[], finish_reason="stop"))
         if step.done:
             return turns
         assert isinstance(step.observation, str)
         said = step.observation
+        if command == meant:
+            try:
+                meant = play.send(said.strip().removesuffix("\n>"))
+            except StopIteration:
+                break
     return []
 
 
@@ -125,7 +139,7 @@ def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     splitter = pre_tokenizers.Split(Regex(WORD), "removed", invert=True)
     words = {word for text in texts for word, _ in splitter.pre_tokenize_str(text)}
     kinds = {word.split()[0] for word in words if THING.fullmatch(word)}
-    words |= kinds | {str(n) for n in range(1, 50)} | {f"{kind} {n}" for kind in kinds for n in range(1, 7)}
+    words |= kinds | {str(n) for n in range(1, 50)} | {f"{kind} {n}" for kind in kinds for n in range(1, 13)}
     vocab = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *sorted(words)])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = splitter
@@ -185,29 +199,34 @@ class Names:
         found = {name for turns in episodes for turn in turns for part in turn for name in THING.findall(part)}
         self.objects = sorted({name.split()[0] for name in found} - set(self.places))
 
-    def renamed(self, turns: list[Turn], rng: random.Random) -> list[Turn]:
-        """The same episode, its numbers drawn anew, and in most episodes the kinds of things and of places too. Tools
-        keep their names."""
-        numbered = sorted({name for turn in turns for part in turn for name in THING.findall(part)})
-        kinds = sorted({name.split()[0] for name in numbered})
-        words: dict[str, str] = {}
+    def drawn(self, numbered: Iterable[str], rng: random.Random) -> dict[str, str]:
+        """Other names, one to one: new numbers for the given places and things (``shelf 2``), and in most episodes
+        other kinds. Tools keep their names."""
+        words = {kind: kind for kind in (*self.objects, *self.places)}
         if rng.random() < EXCHANGED:
-            for names in (self.objects, [place for place in self.places if place not in TOOLS]):
-                own = [kind for kind in kinds if kind in names]
-                words.update(zip(own, rng.sample(names, len(own)), strict=True))
+            for kinds in (self.objects, [place for place in self.places if place not in TOOLS]):
+                words.update(zip(kinds, rng.sample(kinds, len(kinds)), strict=True))
         new = dict(words)
-        for kind in kinds:
-            own = [name for name in numbered if name.split()[0] == kind]
-            numbers = [name.split()[1] for name in own]
-            if kind not in self.places:
-                numbers = [str(n) for n in range(1, max(5, len(own)) + 1)]
-            for old, number in zip(own, rng.sample(numbers, len(own)), strict=True):
-                new[old] = f"{words.get(kind, kind)} {number}"
+        by_kind: dict[str, list[str]] = {}
+        for kind, number in sorted(name.split() for name in set(numbered)):
+            by_kind.setdefault(kind, []).append(number)
+        for kind, numbers in by_kind.items():
+            # Of things there may be more than were seen, of places not.
+            others = numbers if kind in self.places else [str(n) for n in range(1, max(5, len(numbers)) + 1)]
+            for old, number in zip(numbers, rng.sample(others, len(numbers)), strict=True):
+                new[f"{kind} {old}"] = f"{words.get(kind, kind)} {number}"
+        return new
 
-        def rename(part: str) -> str:
-            return re.sub(r"\b(?:\w+ \d+|\w+)\b", lambda found: new.get(found[0], found[0]), part)
+    def renamed(self, turns: list[Turn], rng: random.Random) -> list[Turn]:
+        """The same episode under other names."""
+        names = self.drawn((name for turn in turns for part in turn for name in THING.findall(part)), rng)
+        return [(renamed(said, names), renamed(command, names)) for said, command in turns]
 
-        return [(rename(said), rename(command)) for said, command in turns]
+    def variants(self, row: dict[str, Any], env: ALFWorld, rng: random.Random) -> list[dict[str, Any]]:
+        """Rows of one game, each under other names."""
+        intro = env.reset(Task(id=row["game"], data=row))
+        assert isinstance(intro, str)
+        return [row | {"names": self.drawn(THING.findall(intro), rng)} for _ in range(VARIANTS)]
 
     def mistake(self, rng: random.Random) -> str:
         """A command about things that are hardly there, or nothing."""
@@ -283,7 +302,11 @@ def main() -> int:
     if loss > args.max_loss:
         print(f"setup: the warm start ended at a loss of {loss:.2f}, above {args.max_loss}", file=sys.stderr)
         return 1
-    for name, part in (("train", train), ("heldout", heldout)):
+    env = ALFWorld(data=str(folder), cache=str(folder / "cache"))
+    names = Names(episodes)
+    played = [variant for row in train for variant in names.variants(row, env, rng)]
+    env.close()
+    for name, part in (("train", played), ("heldout", heldout)):
         (args.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     model.save_pretrained(args.out / "model")
     tokenizer.save_pretrained(args.out / "model")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ pytest.importorskip("fast_downward", reason="needs ALFWorld: pip install 'asyncr
 pytest.importorskip("alfworld", reason="needs ALFWorld: pip install 'asyncrl[alfworld]'")
 
 from asyncrl.envs import alfworld_games as games
-from asyncrl.envs.alfworld import ALFWorld, rows
+from asyncrl.envs.alfworld import ALFWorld, renamed, rows
 from asyncrl.envs.alfworld_engine import AlfredEngine
 from asyncrl.envs.alfworld_expert import Expert, read_goal
 from asyncrl.envs.dialogue import read_action
@@ -115,6 +116,27 @@ def test_one_object_plays_game_after_game(data: Path) -> None:
         assert steps[-1].metrics == {"success": 1.0, "steps": float(len(steps)), f"success/{kind}": 1.0}
     again = env.reset(everything[0])
     assert again == make_env(data).reset(everything[0])
+    env.close()
+
+
+def test_a_game_under_other_names_is_the_same_game(data: Path) -> None:
+    env = make_env(data)
+    task = tasks(data, "train")[0]
+    plain = [env.reset(task), *(env.step(act(command)).observation for command in walkthrough(data, task))]
+    kinds = sorted({word.split()[0] for said in plain for word in re.findall(r"\w+ \d", str(said))})
+    names = dict(zip(kinds, kinds[1:] + kinds[:1], strict=True))
+    kind = kinds[0]
+    names |= {f"{kind} 1": f"{names[kind]} 2", f"{kind} 2": f"{names[kind]} 1"}
+    back = {new: old for old, new in names.items()}
+    other = Task(id="t", data={**task.data, "names": names})
+    said = [env.reset(other)]
+    for command in walkthrough(data, task):
+        assert env.step(act(f"examine {kinds[0]} 9")).observation == "\nNothing happens.\n>"
+        step = env.step(act(renamed(command, names)))
+        said.append(step.observation)
+    assert step.done
+    assert said != plain and [renamed(str(text), back) for text in said] == plain
+    assert env.reset(task) == plain[0], "the next game has its own names again"
     env.close()
 
 

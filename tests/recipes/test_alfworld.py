@@ -22,8 +22,8 @@ def run_setup(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_setup_makes_games_and_a_model_whose_words_cover_them(tmp_path: Path) -> None:
     pytest.importorskip("fast_downward", reason="needs ALFWorld: pip install 'asyncrl[alfworld]'")
-    from asyncrl import Task
-    from asyncrl.envs.alfworld import ALFWorld
+    from asyncrl import Action, Task
+    from asyncrl.envs.alfworld import ALFWorld, renamed
 
     ended = run_setup(tmp_path / "out", "--steps", "2", "--max-loss", "99")
     assert ended.returncode == 0, ended.stderr
@@ -32,17 +32,25 @@ def test_setup_makes_games_and_a_model_whose_words_cover_them(tmp_path: Path) ->
         name: [json.loads(line) for line in (out / f"{name}.jsonl").read_text().splitlines()]
         for name in ("train", "heldout")
     }
-    assert (len(rows["train"]), len(rows["heldout"])) == (6, 2)
+    games = {row["game"] for row in rows["train"]}
+    assert (len(games), len(rows["train"]), len(rows["heldout"])) == (6, 24, 2)
     assert len({row["task_type"] for row in rows["train"]}) == 3
+    assert len({json.dumps(row["names"]) for row in rows["train"]}) == 24
+    assert not any("names" in row for row in rows["heldout"])
     tokenizer = HuggingFaceTokenizer(out / "model")
     unknown = tokenizer.encode("<unk>")
     env = ALFWorld(data=str(out / "games"), cache=str(out / "games" / "cache"))
     for row in rows["train"]:
         said = env.reset(Task(id="t", data=row))
-        assert isinstance(said, str) and not set(tokenizer.encode(said)) & set(unknown)
-        for command in json.loads((out / "games" / row["game"]).read_text())["walkthrough"]:
+        done = False
+        for original in json.loads((out / "games" / row["game"]).read_text())["walkthrough"]:
+            assert isinstance(said, str) and not set(tokenizer.encode(said)) & set(unknown)
+            command = renamed(original, row["names"])
             assert tokenizer.decode(tokenizer.encode(command)) == command
             assert len(tokenizer.encode(command)) <= load(RECIPE).rollout.max_new_tokens - 1
+            step = env.step(Action(text=command, token_ids=[], finish_reason="stop"))
+            said, done = step.observation, step.done
+        assert done, row
     env.close()
 
 
