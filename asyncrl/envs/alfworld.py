@@ -4,8 +4,8 @@ A task's row names a game file of ALFWorld's data layout, the official data set 
 
     python -m asyncrl.envs.alfworld DATA --split train > train.jsonl     # DATA holds json_2.1.1/
 
-A row's ``names`` say what goes by another name in its episodes, one to one, as ``{"mug": "plate", "shelf 2": "desk 1"}``:
-few games are then many, and cannot be learned by heart.
+A row's ``names`` say what goes by another name in its episodes, one to one: ``{"mug": "plate", "shelf 2": "desk 1"}``.
+Few games are then many, and cannot be learned by heart.
 
 The reward is 1 in the step that solves the task. Metrics: ``success``, ``steps``, and ``success/TYPE`` of the task.
 """
