@@ -141,7 +141,19 @@ def under(*folders: str) -> list[Path]:
 
 PURE = {
     *("__future__", "array", "bisect", "collections", "dataclasses", "enum", "fractions", "functools", "hashlib"),
-    *("heapq", "itertools", "math", "operator", "random", "statistics", "struct", "typing", "msgspec", "asyncrl"),
+    *(
+        "heapq",
+        "itertools",
+        "math",
+        "operator",
+        "random",
+        "statistics",
+        "struct",
+        "typing",
+        "msgspec",
+        "numpy",
+        "asyncrl",
+    ),
 }
 
 

@@ -21,6 +21,11 @@ Those that would come back or find no place are not cut. The others are cut only
 model and with their prefill counted in, is higher afterwards. Hence without other events each migration raises the
 fleet's throughput, and placements are finite in number: migrations end. What waits inside a server has no throughput to
 lose; it is cut for good, and goes where it runs at once.
+
+**No plan holds the loop for long.** A plan looks at the first ``most`` requests that wait, and says that it is
+``unfinished`` if it has routed them all; the next one goes on where it stopped. As the queue is in order, the plans
+route together as one without a limit would, and nothing is passed over. Migration waits until routing is through: a
+server whose work still waits in the queue is not idle.
 """
 
 from __future__ import annotations
@@ -34,9 +39,9 @@ from asyncrl.core.commands import Command, Interrupt, Pull, Route
 from asyncrl.core.cost_model import CostModel
 from asyncrl.core.policy.load import Admission, Load, Queue
 from asyncrl.core.policy.migration import MIGRATION, Limits
-from asyncrl.core.policy.router import EachByItself, Router, place, route
+from asyncrl.core.policy.router import EachByItself, MakeRouter, place, route
 from asyncrl.core.policy.routing import ROUTING, RequestView
-from asyncrl.core.policy.synchronization import SYNCHRONIZATION, MakeRouter
+from asyncrl.core.policy.synchronization import SYNCHRONIZATION
 from asyncrl.core.policy.waterfall import Waterfall, gain_of
 from asyncrl.core.snapshot import FleetSnapshot, InstanceSnapshot
 
@@ -62,7 +67,8 @@ class _Expected:
 
 class Coordinator:
     """``routing``, ``synchronization`` and ``migration`` are names in ``ROUTERS``, ``SYNCHRONIZATION`` and
-    ``MIGRATION``; any of them go together. ``cost`` may be replaced at any time by one that was fitted since."""
+    ``MIGRATION``; any of them go together. ``cost`` may be replaced at any time by one that was fitted since. ``most``
+    is the number of waiting requests that a plan looks at."""
 
     def __init__(
         self,
@@ -73,6 +79,7 @@ class Coordinator:
         cost: CostModel,
         mu: float = 0.3,
         limits: Limits | None = None,
+        most: int = 256,
     ) -> None:
         self._routing = routing
         self._synchronize = SYNCHRONIZATION[synchronization]
@@ -80,7 +87,10 @@ class Coordinator:
         self.cost = cost
         self._mu = mu
         self._limits = limits or Limits()
+        self._most = most
         self._expected: dict[str, _Expected] = {}
+        self.unfinished = False
+        """The last plan stopped at its limit: plan again soon, though nothing else happens."""
 
     def forget(self, instance: str) -> None:
         """The server failed: what it was told has no effect any more. Its next snapshot is taken as it is."""
@@ -96,29 +106,20 @@ class Coordinator:
         if snapshot.suspended:
             return []
         loads = [self._load(index, instance) for index, instance in enumerate(snapshot.instances)]
-        queue, admission = Queue(snapshot.waiting_requests), Admission(room)
-        router = partial(self._router, snapshot.mean_new_tokens)
+        queue, admission = Queue(snapshot.waiting_requests, self._most), Admission(room)
+        router = self._router(snapshot.mean_new_tokens)
         commands = _Commands()
         for load in self._synchronize(loads, snapshot.newest, queue, admission, router):
             commands.pull(load)
             queue.add(load.requests.values())
             load.pull(snapshot.newest)
-        migration = self._migrate(loads, self.cost, self._limits)
-        cut: set[int] = set()
-        for load, requests in migration.excess:
-            for request in requests:
-                load.lose(request)
-            commands.interrupt(load, requests)
-            queue.add(requests)
-            cut.update(r.id for r in requests)
-        if migration.fastest is not None:
-            rest = [r for r in migration.fastest.requests.values() if r.id not in cut]
-            spread = 1.0 / snapshot.mean_new_tokens
-            for request, load in self._distribute(migration.fastest, rest, loads, router, admission, spread):
-                commands.interrupt(migration.fastest, [request])
-                commands.route(request, load)
+        if not self.unfinished:
+            self._move(loads, queue, commands, router, admission, 1.0 / snapshot.mean_new_tokens)
+        routed = 0
         for request, load in route(router(loads, admission), queue, admission):
             commands.route(request, load)
+            routed += 1
+        self.unfinished = routed == self._most
         issued = commands.all()
         for command in issued:
             self._issue(command, snapshot.newest)
@@ -146,10 +147,34 @@ class Coordinator:
             case Interrupt(requests=requests):
                 expected.interrupted += len(requests)
 
-    def _router(self, mean_new_tokens: float, loads: list[Load], admission: Admission) -> Router:
+    def _router(self, mean_new_tokens: float) -> MakeRouter:
         if self._routing == "waterfall":
-            return Waterfall(loads, admission, cost=self.cost, mu=self._mu, mean_new_tokens=mean_new_tokens)
-        return EachByItself(ROUTING[self._routing], loads, admission)
+            return partial(Waterfall, cost=self.cost, mu=self._mu, mean_new_tokens=mean_new_tokens)
+        return partial(EachByItself, ROUTING[self._routing])
+
+    def _move(
+        self,
+        loads: list[Load],
+        queue: Queue,
+        commands: _Commands,
+        router: MakeRouter,
+        admission: Admission,
+        spread: float,
+    ) -> None:
+        """Migration."""
+        migration = self._migrate(loads, self.cost, self._limits)
+        cut: set[int] = set()
+        for load, requests in migration.excess:
+            for request in requests:
+                load.lose(request)
+            commands.interrupt(load, requests)
+            queue.add(requests)
+            cut.update(r.id for r in requests)
+        if migration.fastest is not None:
+            rest = [r for r in migration.fastest.requests.values() if r.id not in cut]
+            for request, load in self._distribute(migration.fastest, rest, loads, router, admission, spread):
+                commands.interrupt(migration.fastest, [request])
+                commands.route(request, load)
 
     def _distribute(
         self,

@@ -6,7 +6,8 @@ need, each beside the others, and the books show when they have been carried out
 
     run()    waits for: something to decide     woken by: touch()
     touch()  a request came, went or was cut; room, a version or a server appeared; the control admits more; a server's
-             KV cache fills up. All that happens within one turn of the loop makes one round.
+             KV cache fills up. All that happens within one turn of the loop makes one round. A plan that stopped at
+             its limit is gone on with in the next turn.
 
 A server's own queue is the one thing that the proxy's books do not have: who waits there because the KV cache is full
 (preemption). So a server is asked for it, and only while its books say that the cache is nearly full.
@@ -68,6 +69,9 @@ class Coordination:
                 await self._something.wait()
                 self._something.clear()
                 self._round(under_way)
+                if self._coordinator.unfinished:
+                    self.touch()
+                    await asyncio.sleep(0)  # what else is ready goes first
 
     def _round(self, under_way: asyncio.TaskGroup) -> None:
         instances = {i.name: i for i in self._proxy.instances}

@@ -6,7 +6,7 @@ What asyncrl adds is marked: servers that may not be commanded, slots, the limit
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from asyncrl.core.cost_model import CostModel
 from asyncrl.core.policy.routing import RequestView
@@ -80,70 +80,101 @@ def compute_marginal_gain(cost: CostModel, t: RequestView, i: Inst, spread: floa
     return after - throughput(cost, i.n, i.kv_cache)
 
 
+def levels(ts_trajs: list[RequestView]) -> list[list[RequestView]]:
+    """The multi-level queue."""
+    initial = [t for t in ts_trajs if t.v_traj is None]
+    partial = [t for t in ts_trajs if t.v_traj is not None]
+    started = sorted({t.oldest for t in partial})  # V_traj, or the version of the last token, which is asyncrl's
+    return [[t for t in partial if t.oldest == v] for v in started] + [initial]
+
+
+def ideal_gain(cost: CostModel, t: RequestView, spread: float) -> float:
+    return throughput(cost, t.slots, t.tokens, t.tokens * spread)
+
+
+def select(
+    cost: CostModel, mu: float, s: list[Inst], t: RequestView, staleness: Staleness, spread: float
+) -> Inst | None:
+    """Algorithm 3 for one trajectory."""
+    candidates = [i for i in s if check_routable(t, i, staleness)]
+    groups = [[i for i in candidates if i.inst_version == v] for v in sorted({c.inst_version for c in candidates})]
+    for group in groups:
+        most, best_inst = float("-inf"), None
+        for i in group:
+            gain = compute_marginal_gain(cost, t, i, spread)
+            if gain > most:
+                most, best_inst = gain, i
+        if most >= mu * ideal_gain(cost, t, spread):
+            return best_inst
+    return None
+
+
+def assign(t: RequestView, i: Inst, staleness: Staleness) -> None:
+    if t.v_traj is None:
+        staleness.reserved.setdefault(t.group, i.inst_version)
+    i.run_trajs.append(t)
+    i.kv_cache += t.tokens
+
+
 def routing_strategy(
     cost: CostModel, mu: float, s: list[Inst], ts_trajs: list[RequestView], staleness: Staleness, spread: float = 0.0
 ) -> list[tuple[str, int]]:
     """Algorithm 3. Changes ``s`` and ``staleness``."""
     routing: list[tuple[str, int]] = []
-    initial = [t for t in ts_trajs if t.v_traj is None]
-    partial = [t for t in ts_trajs if t.v_traj is not None]
-    started = sorted({t.oldest for t in partial})  # V_traj, or the version of the last token, which is asyncrl's
-    mlq = [[t for t in partial if t.oldest == v] for v in started] + [initial]
-    stop = False
-    for queue in mlq:
-        if stop:
-            break
-        while queue:
-            t = queue[0]
-            candidates = [i for i in s if check_routable(t, i, staleness)]
-            if not candidates:
-                stop = True
-                break
-            groups = [
-                [i for i in candidates if i.inst_version == v] for v in sorted({c.inst_version for c in candidates})
-            ]
-            ideal = throughput(cost, t.slots, t.tokens, t.tokens * spread)
-            selected = None
-            for group in groups:
-                most, best_inst = float("-inf"), None
-                for i in group:
-                    gain = compute_marginal_gain(cost, t, i, spread)
-                    if gain > most:
-                        most, best_inst = gain, i
-                if most >= mu * ideal:
-                    selected = best_inst
-                    break
+    for queue in levels(ts_trajs):
+        for t in queue:
+            selected = select(cost, mu, s, t, staleness, spread)
             if selected is None:
-                stop = True
-                break
+                return routing
             routing.append((selected.snapshot.name, t.id))
-            queue.pop(0)
-            if t.v_traj is None:
-                staleness.reserved.setdefault(t.group, selected.inst_version)
-            selected.run_trajs.append(t)
-            selected.kv_cache += t.tokens
+            assign(t, selected, staleness)
     return routing
 
 
+def gain_of_pulling(cost: CostModel, t: RequestView, i: Inst, spread: float) -> float:
+    """asyncrl's: what the instance would gain if it pulled for the trajectory, and prefilled all that it runs again."""
+    if compute_marginal_gain(cost, t, i, 0.0) == 0.0:
+        return float("-inf")
+    after = throughput(cost, i.n + t.slots, i.kv_cache + t.tokens, (t.tokens + i.kv_cache) * spread)
+    return after - throughput(cost, i.n, i.kv_cache)
+
+
 def synchronization_strategy(
-    cost: CostModel, mu: float, s: list[Inst], ts_trajs: list[RequestView], staleness: Staleness, ps_version: int
+    cost: CostModel,
+    mu: float,
+    s: list[Inst],
+    ts_trajs: list[RequestView],
+    staleness: Staleness,
+    ps_version: int,
+    spread: float = 0.0,
 ) -> list[str]:
-    """Algorithm 4."""
-    sync = []
+    """Algorithm 4, whose candidates asyncrl tries one after another as the trajectories need them, not each alone."""
+    s = copy.deepcopy(s)
     candidates = []
     for i in s:
         if not i.snapshot.up or i.snapshot.pulling or i.snapshot.pinned:  # asyncrl's
             continue
         if ps_version > i.inst_version and not any(check_routable(t, i, staleness) for t in ts_trajs):
             candidates.append(i)
-    for i in candidates:
-        temp = copy.deepcopy(s)
-        [updated] = [j for j in temp if j.snapshot.name == i.snapshot.name]
-        updated.inst_version = ps_version
-        routing = routing_strategy(cost, mu, temp, ts_trajs, copy.deepcopy(staleness))
-        if any(inst == i.snapshot.name for inst, _ in routing):
-            sync.append(i.snapshot.name)
-    return sync
+    sync = []
+    for t in [t for queue in levels(ts_trajs) for t in queue]:
+        selected = select(cost, mu, s, t, staleness, spread)
+        updated = [replace(i, inst_version=ps_version) for i in candidates]
+        updated = [i for i in updated if check_routable(t, i, staleness)]
+        if updated and (selected is None or selected.inst_version >= ps_version):
+            best = max(updated, key=lambda i: gain_of_pulling(cost, t, i, spread))
+            if selected is not None:
+                pays = gain_of_pulling(cost, t, best, spread) > compute_marginal_gain(cost, t, selected, spread)
+            else:
+                pays = compute_marginal_gain(cost, t, best, spread) >= mu * ideal_gain(cost, t, spread)
+            if pays:
+                sync.append(best.snapshot.name)
+                candidates = [i for i in candidates if i.snapshot.name != best.snapshot.name]
+                s[[i.snapshot.name for i in s].index(best.snapshot.name)] = selected = best
+        if selected is None:
+            break
+        assign(t, selected, staleness)
+    return sorted(sync)
 
 
 def migration_strategy(

@@ -28,6 +28,7 @@ def coordinator(
     migration: str = "throughput",
     phi: float = 5.0,
     phi_wait: int = 3,
+    most: int = 256,
 ) -> Coordinator:
     return Coordinator(
         routing=routing,
@@ -35,6 +36,7 @@ def coordinator(
         migration=migration,
         cost=COST,
         limits=Limits(phi_wait=phi_wait, phi_throughput=phi),
+        most=most,
     )
 
 
@@ -55,7 +57,9 @@ def test_requests_go_to_the_older_version_first_and_a_stuck_server_pulls() -> No
 
 def test_what_a_pull_cuts_is_routed_in_the_same_plan_older_versions_first() -> None:
     has = running(2, v_traj=1)
-    plan = coordinator().plan(fleet([server("a", 1, has), server("b", 1)], initial(1), 2), lambda v: v - 1)
+    plan = coordinator(synchronization="all").plan(
+        fleet([server("a", 1, has), server("b", 1)], initial(1), 2), lambda v: v - 1
+    )
     assert plan == [
         Pull(instance="a"),
         Pull(instance="b"),
@@ -134,9 +138,11 @@ def test_a_move_must_be_worth_its_prefill() -> None:
 class World:
     """Books of a fleet in which commands take effect late. Checks each command as it is issued."""
 
-    def __init__(self, instances: list[InstanceSnapshot], mix: tuple[str, str, str], seed: int) -> None:
+    def __init__(
+        self, instances: list[InstanceSnapshot], mix: tuple[str, str, str], seed: int, most: int = 256
+    ) -> None:
         self.random = random.Random(seed)
-        self.coordinator = coordinator(*mix, phi=2.0)
+        self.coordinator = coordinator(*mix, phi=2.0, most=most)
         self.newest = 3
         self.instances = {
             i.name: msgspec.structs.replace(i, waiting=0, kv_tokens=i.tokens, requests=dict(i.requests), pulling=False)
@@ -287,7 +293,7 @@ class World:
 
     def settle(self) -> None:
         """Nothing else happens: plans end, and then nobody waits without a reason."""
-        for _ in range(60):
+        for _ in range(200):
             while self.take_effect():
                 pass
             assert not self.under_way
@@ -296,11 +302,17 @@ class World:
         raise AssertionError("plans do not end")
 
 
-@given(instances=servers(), mix=st.sampled_from(MIXES), seed=st.integers(0, 10**6), steps=st.integers(1, 60))
+@given(
+    instances=servers(),
+    mix=st.sampled_from(MIXES),
+    seed=st.integers(0, 10**6),
+    steps=st.integers(1, 60),
+    most=st.sampled_from([1, 3, 256]),
+)
 def test_no_plan_builds_on_an_effect_that_has_not_happened(
-    instances: list[InstanceSnapshot], mix: tuple[str, str, str], seed: int, steps: int
+    instances: list[InstanceSnapshot], mix: tuple[str, str, str], seed: int, steps: int, most: int
 ) -> None:
-    world = World(instances, mix, seed)
+    world = World(instances, mix, seed, most)
     for _ in range(steps):
         kind = world.random.random()
         if kind < 0.3:
@@ -329,6 +341,27 @@ def test_no_plan_builds_on_an_effect_that_has_not_happened(
 def by_others(world: World) -> bool:
     """Whether something else may run on a server of an old version: then ``selective`` leaves it as it is."""
     return any(r.v_traj is not None for r in world.waiting.values())
+
+
+@given(instances=servers(), count=st.integers(0, 20), most=st.integers(1, 4))
+def test_plans_that_stop_at_their_limit_route_together_as_one_does(
+    instances: list[InstanceSnapshot], count: int, most: int
+) -> None:
+    def plans(most: int) -> list[list[int]]:
+        world = World(instances, ("waterfall", "selective", "none"), 0, most)
+        world.newest = 0
+        for _ in range(count):
+            world.arrive()
+            world.next_id += 1  # each is of a group of its own
+        while True:
+            routed = sum(len(c.requests) for c in world.plan() if isinstance(c, Route))
+            assert routed <= most and world.coordinator.unfinished is (routed == most)
+            while world.take_effect():
+                pass
+            if not world.coordinator.unfinished:
+                return [sorted(i.requests) for i in world.instances.values()]
+
+    assert plans(most) == plans(256)
 
 
 @given(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from asyncrl.core.policy.load import Admission, Load, Queue
-from asyncrl.core.policy.router import EachByItself, Router
+from asyncrl.core.policy.load import Admission, Queue
+from asyncrl.core.policy.router import EachByItself, MakeRouter, route
 from asyncrl.core.policy.routing import RequestView, least_loaded
-from asyncrl.core.policy.synchronization import MakeRouter, all_at_once, selective
+from asyncrl.core.policy.synchronization import all_at_once, selective
 from asyncrl.core.policy.waterfall import Waterfall
 from asyncrl.core.snapshot import InstanceSnapshot
 from tests.core.fleets import COST, levels, loads_of, requests, rooms, server, servers
@@ -34,15 +33,27 @@ def chosen(
     return [load.name for load in pulls]
 
 
-@given(instances=servers(slots=3), waiting=requests(0, 12, slots=3), room=rooms(), mu=st.sampled_from([0.01, 0.3, 1.0]))
-def test_it_pulls_as_the_papers_algorithm_does(
-    instances: list[InstanceSnapshot], waiting: list[RequestView], room: dict[int, int], mu: float
+@given(
+    instances=servers(slots=3),
+    waiting=requests(0, 12, slots=3),
+    room=rooms(),
+    mu=st.sampled_from([0.01, 0.3, 1.0]),
+    mean_new_tokens=st.sampled_from([1.0, 300.0, float("inf")]),
+)
+def test_it_pulls_as_the_literal_algorithm_does(
+    instances: list[InstanceSnapshot],
+    waiting: list[RequestView],
+    room: dict[int, int],
+    mu: float,
+    mean_new_tokens: float,
 ) -> None:
     head = next(iter(Queue(levels(waiting))), None)
     able = [i.version for i in instances if i.up and head is not None and i.max_tokens >= head.tokens]
     assume(head is None or head.v_traj is None or any(v >= head.oldest for v in able))  # else the rule that was added
-    model = synchronization_strategy(COST, mu, system(instances), waiting, Staleness(dict(room)), ps_version=3)
-    assert chosen(instances, waiting, room, 3, partial(waterfall, mu=mu)) == model
+    staleness, spread = Staleness(dict(room)), 1.0 / mean_new_tokens
+    model = synchronization_strategy(COST, mu, system(instances), waiting, staleness, 3, spread)
+    router = partial(Waterfall, cost=COST, mean_new_tokens=mean_new_tokens, mu=mu)
+    assert chosen(instances, waiting, room, 3, router) == model
 
 
 def test_a_server_pulls_only_if_it_gets_new_work_by_it() -> None:
@@ -78,28 +89,35 @@ def test_the_vanilla_strategy_updates_every_server_that_is_behind() -> None:
     assert [load.name for load in pulls] == ["a", "e"]
 
 
+def test_no_more_servers_pull_than_the_waiting_work_needs() -> None:
+    """What a pull cuts is prefilled again. The paper's rule has all eight busy servers pull for one request."""
+    fleet = [
+        server(name, 1, [RequestView(id=100 * i, v_traj=1, tokens=4_000)] * 16) for i, name in enumerate("abcdefgh")
+    ]
+    fleet[5] = server("f", 1, [RequestView(id=900, v_traj=1, tokens=4_000)])
+    idle = [server(name, 1) for name in "xyz"]
+    router = partial(Waterfall, cost=COST, mu=0.3, mean_new_tokens=1_000.0)
+    for make in (router, partial(EachByItself, least_loaded)):
+        for count in (1, 5):
+            initial = [RequestView(id=i, sequence=i, v_traj=None, group=i, tokens=100) for i in range(count)]
+            room = {1: 0, 2: count}
+            assert chosen(fleet, initial, room, 2, make) == ["f"]
+            assert chosen([*fleet, *idle], initial, room, 2, make) == [i.name for i in idle[:count]], (
+                "these lose nothing"
+            )
+
+
 @given(instances=servers(), waiting=requests(0, 12), room=rooms())
-def test_with_routing_by_load_each_server_is_tried_by_itself_too(
+def test_with_routing_by_load_too_a_server_that_pulls_gets_work(
     instances: list[InstanceSnapshot], waiting: list[RequestView], room: dict[int, int]
 ) -> None:
-    """Only servers that would get something, one at a time, pull."""
-
-    def router(loads: Sequence[Load], admission: Admission) -> Router:
-        return EachByItself(least_loaded, loads, admission)
-
-    for name in chosen(instances, waiting, room, 3, router):
-        updated = [server_at(i, 3) if i.name == name else i for i in instances]
-        loads, admission = loads_of(updated), Admission(lambda v: room.get(v, 0))
-        at_work = router(loads, admission)
-        got = set()
-        for request in Queue(levels(waiting)):
-            load = at_work.choose(request)
-            if load is None:
-                break
-            admission.routed(request, load.version)
-            load.take(request)
-            got.add(load.name)
-        assert name in got
+    pulls = chosen(instances, waiting, room, 3, partial(EachByItself, least_loaded))
+    updated = [server_at(i, 3) if i.name in pulls else i for i in instances]
+    loads, admission = loads_of(updated), Admission(lambda v: room.get(v, 0))
+    got = {
+        load.name for _, load in route(EachByItself(least_loaded, loads, admission), Queue(levels(waiting)), admission)
+    }
+    assert not pulls or got & set(pulls)
 
 
 def server_at(instance: InstanceSnapshot, version: int) -> InstanceSnapshot:

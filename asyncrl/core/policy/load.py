@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 
 from asyncrl.core.policy.routing import RequestView
 from asyncrl.core.snapshot import InstanceSnapshot
@@ -18,23 +19,6 @@ class Load:
     ``up`` says that this plan may command it: it is up, does not pull, and its books show all that it was told before.
     ``promised`` is the version that it has, or will have when these commands have taken effect; -1 if it is down.
     """
-
-    __slots__ = (
-        "cold",
-        "index",
-        "kv_tokens",
-        "max_running",
-        "max_tokens",
-        "name",
-        "pinned",
-        "promised",
-        "requests",
-        "running",
-        "tokens",
-        "up",
-        "version",
-        "waiting",
-    )
 
     def __init__(self, index: int, instance: InstanceSnapshot, *, up: bool, promised: int) -> None:
         self.index = index
@@ -79,8 +63,7 @@ class Load:
 
     def copy(self) -> Load:
         other = Load.__new__(Load)
-        for name in Load.__slots__:
-            setattr(other, name, getattr(self, name))
+        other.__dict__.update(self.__dict__)
         return other
 
     def __repr__(self) -> str:
@@ -128,10 +111,11 @@ class Admission:
 
 class Queue:
     """The multi-level queue (StaleFlow §5.3): levels by the oldest version that may serve them, those without V_traj
-    last."""
+    last. A plan sees the first ``most`` of it."""
 
-    def __init__(self, levels: Mapping[int | None, Iterable[RequestView]]) -> None:
+    def __init__(self, levels: Mapping[int | None, Iterable[RequestView]], most: int | None = None) -> None:
         self._levels = dict(levels)
+        self._most = most
         self._returned: dict[int | None, list[RequestView]] = {}
 
     def add(self, requests: Iterable[RequestView]) -> None:
@@ -147,6 +131,9 @@ class Queue:
 
     def __iter__(self) -> Iterator[RequestView]:
         """In order. Costs nothing for what is not asked for."""
+        return islice(self._all(), self._most)
+
+    def _all(self) -> Iterator[RequestView]:
         for key in self.keys:
             level: Iterable[RequestView] = self._levels.get(key, ())
             returned = self._returned.get(key)

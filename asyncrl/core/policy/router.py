@@ -18,12 +18,16 @@ class Router(Protocol):
     def placed(self, load: Load) -> None:
         """The server's load has changed."""
 
-    def shadow(self, loads: Iterable[Load]) -> None:
-        """Servers that are not there, but could be (``selective``)."""
+    def pull(self, request: RequestView, chosen: Load | None) -> Load | None:
+        """Of the servers ``offered`` the one that is better pulled for the request than the request given to
+        ``chosen``, if there is any. It is one of the servers from now on."""
 
-    def winners(self, request: RequestView, chosen: Load | None) -> list[Load]:
-        """Of the shadows those that would each, alone, have been chosen in place of ``chosen``; they are shadows no
-        more."""
+
+class MakeRouter(Protocol):
+    """The routing strategy, set to work on servers. ``offered`` are servers of its fleet with the version that they
+    would have if they pulled."""
+
+    def __call__(self, loads: Sequence[Load], admission: Admission, offered: Sequence[Load] = ()) -> Router: ...
 
 
 def route(router: Router, requests: Iterable[RequestView], admission: Admission) -> Iterator[tuple[RequestView, Load]]:
@@ -51,11 +55,12 @@ class EachByItself:
         function: Callable[[RequestView, Sequence[Load]], Load | None],
         loads: Sequence[Load],
         admission: Admission,
+        offered: Sequence[Load] = (),
     ) -> None:
         self._function = function
         self._loads = [load for load in loads if load.up]
         self._admission = admission
-        self._shadows: list[Load] = []
+        self._offered = list(offered)
 
     def choose(self, request: RequestView) -> Load | None:
         may = {load.version: False for load in self._loads}
@@ -66,13 +71,18 @@ class EachByItself:
     def placed(self, load: Load) -> None:
         pass
 
-    def shadow(self, loads: Iterable[Load]) -> None:
-        self._shadows = list(loads)
-
-    def winners(self, request: RequestView, chosen: Load | None) -> list[Load]:
-        if not self._shadows or not self._admission.routable(request, self._shadows[0].version):
-            return []
-        others = [] if chosen is None else [chosen]
-        found = [s for s in self._shadows if self._function(request, [*others, s]) is s]
-        self._shadows = [s for s in self._shadows if s not in found]
-        return found
+    def pull(self, request: RequestView, chosen: Load | None) -> Load | None:
+        """Without a cost model: one that runs nothing loses nothing; others pull for what can go nowhere else."""
+        if not self._offered or not self._admission.routable(request, self._offered[0].version):
+            return None
+        if chosen is None:
+            load = self._function(request, self._offered)
+        elif chosen.version < self._offered[0].version:
+            return None
+        else:
+            load = self._function(request, [chosen, *(load for load in self._offered if not load.running)])
+        if load is None or load is chosen:
+            return None
+        self._offered.remove(load)
+        self._loads.append(load)
+        return load

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from asyncrl.core.policy.load import Admission, Load, Queue
-from asyncrl.core.policy.router import Router, place
+from asyncrl.core.policy.router import MakeRouter, place
 
-MakeRouter = Callable[[Sequence[Load], Admission], Router]
-"""The routing strategy, set to work on these servers."""
 Synchronization = Callable[[Sequence[Load], int, Queue, Admission, MakeRouter], list[Load]]
 """Servers that are to pull version ``newest`` (second argument), in the fleet's order."""
 
@@ -21,12 +19,12 @@ def all_at_once(
 
 
 def selective(loads: Sequence[Load], newest: int, queue: Queue, admission: Admission, router: MakeRouter) -> list[Load]:
-    """Servers that are behind, may serve nothing that waits, and would get something of it if they had the newest
-    weights (StaleFlow algorithm 4). Each is tried by itself, as it is loaded now.
+    """Servers that are behind, may serve nothing that waits, and get something of it by the newest weights (StaleFlow
+    algorithm 4): as few as the waiting work needs.
 
-    The paper runs the routing strategy once for each of them. Here it runs once for all: no routing reaches a server
-    that may serve nothing, so each of these runs goes as the one without any pull, up to the first request for which
-    the server, were it updated, is chosen in place of the one chosen.
+    The paper tries each server alone, so that one request makes all of them pull that would get it. Here the routing
+    strategy runs once, and a server that pulls for one request is there for those behind it. It pulls if the request
+    can go nowhere else, or gains more by it although all that the server runs is prefilled again.
 
     One rule is added. If the first request can run nowhere, as no server that is up is of its version or newer (the one
     that was has failed), every server that is behind may be updated for it, though it may serve others that wait: they
@@ -49,20 +47,22 @@ def selective(loads: Sequence[Load], newest: int, queue: Queue, admission: Admis
     ]
     if not candidates:
         return []
-    updated = {load.index: load.copy() for load in candidates}
-    for load in updated.values():
+    offered = [load.copy() for load in candidates]
+    for load in offered:
         load.version = newest
     admission = admission.copy()
-    at_work = router([load.copy() for load in loads], admission)
-    at_work.shadow(updated.values())
-    chosen: set[int] = set()
+    at_work = router([load.copy() for load in loads], admission, offered)
+    pulls: set[int] = set()
     for request in queue:
-        best = at_work.choose(request)
-        chosen.update(load.index for load in at_work.winners(request, best))
-        if best is None or len(chosen) == len(candidates):
+        chosen = at_work.choose(request)
+        updated = at_work.pull(request, chosen)
+        if updated is not None:
+            pulls.add(updated.index)
+            chosen = updated
+        if chosen is None or len(pulls) == len(candidates):
             break
-        place(at_work, request, best, admission)
-    return [load for load in candidates if load.index in chosen]
+        place(at_work, request, chosen, admission)
+    return [load for load in candidates if load.index in pulls]
 
 
 def _behind(loads: Sequence[Load], newest: int) -> list[Load]:

@@ -14,113 +14,110 @@ serve: the gain there is ΔT_ideal, which is reckoned without any prefix, or mor
 every server that may serve it is busy, and the end of what it runs brings another plan. That some server may serve it
 is the part of synchronization (``selective``) and of the staleness control (§4, no deadlock).
 
-A plan costs O(servers · log) to set up, and for each request that it routes, in the worst case, a look at every server.
-Usually few: servers of a version are sorted by a bound of what a request may add.
+A request that is routed costs a few vector operations over the servers of each version that it may go to, so the order
+of a microsecond for a hundred servers. (A heap would have to be ordered anew for each: which of two servers gains more
+depends on the length of the request.)
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+import math
 from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from asyncrl.core.cost_model import CostModel
 from asyncrl.core.policy.load import Admission, Load
 from asyncrl.core.policy.routing import RequestView
 
-ROUNDING = 1.0 - 1e-6
-"""Of a bound: what is equal must not be passed over."""
+Array = npt.NDArray[np.float64]
 
 
-class _Version:
-    """Servers of one version with room, by falling bound: what a request of no length would add. One of more tokens
-    makes a step longer by x and adds less, by (n + 1) · x / (A · (A + x)) for n sequences and a step of A seconds.
-    That is least for the fewest sequences and the longest step of all, which gives the bound for x."""
+class _Servers:
+    """Servers of one version. What a request adds on each is reckoned for all at once. ``pulls``: each of them would
+    pull first, and then have to prefill all that it runs again."""
 
-    __slots__ = ("_bounds", "_changes", "_cost", "_entries", "_fewest", "_homes", "_longest")
+    __slots__ = (
+        "_cost",
+        "_gains",
+        "_kv",
+        "_loads",
+        "_longest",
+        "_lost",
+        "_max_tokens",
+        "_names",
+        "_one_more",
+        "_product",
+        "_pulls",
+        "_rows",
+    )
 
-    def __init__(self, cost: CostModel, loads: Iterable[Load]) -> None:
+    def __init__(self, cost: CostModel, loads: Iterable[Load], *, pulls: bool = False) -> None:
         self._cost = cost
-        self._bounds: dict[int, float] = {}
-        self._homes: dict[str, Load] = {}
-        self._entries: list[tuple[float, int, float, float, Load]] = []
-        """(−bound, index, max(k2, k3·(n + 1)), throughput, server)"""
-        self._longest = 0.0
-        for load in loads:
-            self._enter(load)
-        self._measure()
-
-    def _enter(self, load: Load) -> None:
-        if load.waiting or (load.running >= load.max_running and load.running):
-            return
-        cost, n = self._cost, load.running
-        product = max(cost.k2, cost.k3 * (n + 1))
-        throughput = cost.throughput(n, load.kv_tokens)
-        bound = (n + 1) / (cost.k1 * load.kv_tokens + product + cost.k4) - throughput
-        self._bounds[load.index] = -bound
-        self._homes[load.name] = load
-        insort(self._entries, (-bound, load.index, product, throughput, load))
-
-    def remove(self, load: Load) -> None:
-        bound = self._bounds.pop(load.index, None)
-        if bound is not None:
-            del self._homes[load.name]
-            del self._entries[bisect_left(self._entries, (bound, load.index))]
+        self._pulls = pulls
+        self._loads = [load for load in loads if not load.waiting]
+        self._rows = {load.index: row for row, load in enumerate(self._loads)}
+        self._names = {load.name: row for row, load in enumerate(self._loads)}
+        size = len(self._loads)
+        self._kv, self._one_more, self._product, self._lost, self._gains = (np.empty(size) for _ in range(5))
+        self._max_tokens = np.array([load.max_tokens for load in self._loads], dtype=float)
+        self._longest = math.inf
+        """Of the requests that fit on every server."""
+        for load in self._loads:
+            self.update(load)
 
     def update(self, load: Load) -> None:
-        """Its load has grown."""
-        self.remove(load)
-        self._enter(load)
-        self._longest = max(self._longest, self._cost.step(load.running + 1, load.kv_tokens))
-        self._changes += 1
-        if self._changes > len(self._entries):
-            self._measure()
+        """Its load has changed, or it was closed."""
+        cost, n, row = self._cost, load.running, self._rows[load.index]
+        self._kv[row] = load.kv_tokens
+        self._one_more[row] = n + 1
+        self._product[row] = max(cost.k2, cost.k3 * (n + 1))
+        full = n and n + 1 > load.max_running
+        self._lost[row] = math.inf if full else cost.throughput(n, load.kv_tokens)
+        self._longest = min(self._longest, load.max_tokens - load.kv_tokens)
 
-    def _measure(self) -> None:
-        """The fewest sequences, with one more, and the longest step."""
-        self._changes = 0
-        self._fewest = min((load.running for *_, load in self._entries), default=0) + 1
-        steps = (self._cost.k1 * load.kv_tokens + product for _, _, product, _, load in self._entries)
-        self._longest = max(steps, default=0.0) + self._cost.k4
+    def close(self, load: Load) -> None:
+        """It takes no requests."""
+        self._lost[self._rows[load.index]] = math.inf
 
-    def best(self, request: RequestView, spread: float, least: float) -> tuple[float, Load] | None:
-        """The largest gain that is at least ``least``, and the server that has it, the first of the fleet if several
-        do. ``spread`` is the part of its prefill that each step has."""
-        if request.slots > 1:
-            return self._best_of_many(request, spread, least)
-        cost, tokens, k1, k4 = self._cost, request.tokens, self._cost.k1, self._cost.k4
-        if not self._entries:
+    def best(self, request: RequestView, spread: float) -> tuple[float, Load] | None:
+        """The largest gain, and the server that has it, the first of the fleet if several do; None without any.
+        ``spread`` is the part of its prefill that each step has."""
+        if not self._loads:
             return None
-        best: Load | None = None
-        home = self._homes.get(request.home) if request.home is not None else None
-        if home is not None:
-            gain = gain_of(cost, request, home, spread)
-            if gain is not None and gain >= least:
-                best, least = home, gain
-        prefill = cost.k5 * (tokens * spread)
-        longer = k1 * tokens + prefill
-        drop = ROUNDING * self._fewest * longer / (self._longest * (self._longest + longer)) if longer else 0.0
-        for bound, index, product, throughput, load in self._entries:
-            if -bound - drop < least:
-                break
-            kv = load.kv_tokens + tokens
-            if kv > load.max_tokens or load is home:
-                continue
-            gain = (load.running + 1) / (k1 * kv + product + k4 + prefill) - throughput
-            if gain > least or (gain == least and (best is None or index < best.index)):
-                best, least = load, gain
-        return None if best is None else (least, best)
+        gains = self._gains_of_one(request, spread) if request.slots == 1 else self._gains_of_many(request, spread)
+        row = int(gains.argmax())
+        gain = float(gains[row])
+        return None if gain == -math.inf else (gain, self._loads[row])
 
-    def _best_of_many(self, request: RequestView, spread: float, least: float) -> tuple[float, Load] | None:
-        """The bound is for one sequence more: a request of several looks at all servers."""
-        best: Load | None = None
-        for _, index, _, _, load in self._entries:
-            gain = gain_of(self._cost, request, load, spread)
-            if gain is not None and (gain > least or (gain == least and (best is None or index < best.index))):
-                best, least = load, gain
-        return None if best is None else (least, best)
+    def _gains_of_one(self, request: RequestView, spread: float) -> Array:
+        """``gain_of`` for one sequence, operation by operation, so that equal servers have equal gains."""
+        cost, gains, tokens = self._cost, self._gains, request.tokens
+        kv = np.add(self._kv, tokens, out=gains)
+        too_long = kv > self._max_tokens if tokens > self._longest else None
+        prefill = cost.k5 * (kv * spread) if self._pulls else cost.k5 * (tokens * spread)
+        gains *= cost.k1
+        gains += self._product
+        gains += cost.k4
+        gains += prefill
+        np.divide(self._one_more, gains, out=gains)
+        gains -= self._lost
+        if too_long is not None:
+            gains[too_long] = -math.inf
+        home = None if request.home is None or self._pulls else self._names.get(request.home)
+        if home is not None and gains[home] > -math.inf:
+            gains[home] = gain_of(self._cost, request, self._loads[home], spread)
+        return gains
+
+    def _gains_of_many(self, request: RequestView, spread: float) -> Array:
+        for row, load in enumerate(self._loads):
+            gain = gain_of(self._cost, request, load, spread, pulls=self._pulls)
+            self._gains[row] = -math.inf if gain is None or self._lost[row] == math.inf else gain
+        return self._gains
 
 
-def gain_of(cost: CostModel, request: RequestView, load: Load, spread: float) -> float | None:
+def gain_of(cost: CostModel, request: RequestView, load: Load, spread: float, *, pulls: bool = False) -> float | None:
     """Tokens a second that the request adds on the server (Eq. 3); None if it would wait there."""
     if (
         load.waiting
@@ -128,9 +125,10 @@ def gain_of(cost: CostModel, request: RequestView, load: Load, spread: float) ->
         or (load.running and load.running + request.slots > load.max_running)
     ):
         return None
-    held = request.prefix if load.name == request.home and load.version == request.after else 0
-    prefill = (request.tokens - held) * spread
-    return cost.gain(load.running, load.kv_tokens, request.tokens, request.slots, prefill)
+    has = load.name == request.home and load.version == request.after and not pulls
+    held = request.prefix if has else 0
+    prefill = request.tokens - held + (load.kv_tokens if pulls else 0)
+    return cost.gain(load.running, load.kv_tokens, request.tokens, request.slots, prefill * spread)
 
 
 class Waterfall:
@@ -138,7 +136,14 @@ class Waterfall:
     one even an idle server would refuse requests, with 0 a full one would take them."""
 
     def __init__(
-        self, loads: Sequence[Load], admission: Admission, *, cost: CostModel, mu: float, mean_new_tokens: float
+        self,
+        loads: Sequence[Load],
+        admission: Admission,
+        offered: Sequence[Load] = (),
+        *,
+        cost: CostModel,
+        mu: float,
+        mean_new_tokens: float,
     ) -> None:
         if not 0.0 < mu <= 1.0:
             raise ValueError(f"mu is {mu}; give a share of an idle server's gain, above 0 and at most 1")
@@ -146,12 +151,15 @@ class Waterfall:
         self._cost = cost
         self._mu = mu
         self._spread = 1.0 / mean_new_tokens
-        self._versions = {
-            version: _Version(cost, (load for load in loads if load.up and load.version == version))
-            for version in sorted({load.version for load in loads if load.up})
-        }
-        self._shadows: _Version | None = None
-        self._shadow_version = -1
+        ready = [load for load in loads if load.up]
+        by_version: dict[int, list[Load]] = {}
+        for load in sorted([*ready, *offered], key=lambda load: load.index) if offered else ready:
+            by_version.setdefault(load.version, []).append(load)
+        self._versions = {version: _Servers(cost, by_version[version]) for version in sorted(by_version)}
+        self._offered = _Servers(cost, offered, pulls=True)
+        for load in offered:
+            if not load.waiting:
+                self._versions[load.version].close(load)
 
     def _least(self, request: RequestView) -> float:
         """μ · ΔT_ideal."""
@@ -161,37 +169,32 @@ class Waterfall:
         admission, least = self._admission, self._least(request)
         for version, servers in self._versions.items():
             if admission.routable(request, version):
-                best = servers.best(request, self._spread, least)
-                if best is not None:
+                best = servers.best(request, self._spread)
+                if best is not None and best[0] >= least:
                     return best[1]
         return None
 
     def placed(self, load: Load) -> None:
         self._versions[load.version].update(load)
 
-    def shadow(self, loads: Iterable[Load]) -> None:
-        shadows = list(loads)
-        self._shadows = _Version(self._cost, shadows)
-        self._shadow_version = shadows[0].version if shadows else -1
-
-    def winners(self, request: RequestView, chosen: Load | None) -> list[Load]:
-        version = self._shadow_version
-        if self._shadows is None or (chosen is not None and chosen.version < version):
-            return []
-        if not self._admission.routable(request, version):
-            return []
-        least = self._least(request)
+    def pull(self, request: RequestView, chosen: Load | None) -> Load | None:
+        best = self._offered.best(request, self._spread)
+        if best is None:
+            return None
+        gain, load = best
+        if (chosen is not None and chosen.version < load.version) or not self._admission.routable(
+            request, load.version
+        ):
+            return None
         if chosen is not None:
-            gain = gain_of(self._cost, request, chosen, self._spread)
-            assert gain is not None, "it was chosen"
-            least = max(least, gain)
-        found: list[Load] = []
-        passed: list[Load] = []
-        while (best := self._shadows.best(request, self._spread, least)) is not None:
-            gain, load = best
-            self._shadows.remove(load)
-            tied = chosen is not None and gain == least and load.index > chosen.index
-            (passed if tied else found).append(load)
-        for load in passed:
-            self._shadows.update(load)
-        return found
+            there = gain_of(self._cost, request, chosen, self._spread)
+            assert there is not None, "it was chosen"
+            pays = gain > there
+        else:
+            alone = gain_of(self._cost, request, load, self._spread)
+            assert alone is not None, "it has room"
+            pays = alone >= self._least(request)
+        if not pays:
+            return None
+        self._offered.close(load)
+        return load
