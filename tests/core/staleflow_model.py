@@ -74,7 +74,7 @@ def compute_marginal_gain(cost: CostModel, t: RequestView, i: Inst, spread: floa
         y = False
     if not y:
         return 0.0
-    held = t.prefix if t.home == i.snapshot.name else 0  # asyncrl's
+    held = t.prefix if t.home == i.snapshot.name and i.inst_version == t.after else 0  # asyncrl's
     prefill = (t.tokens - held) * spread
     after = throughput(cost, i.n + t.slots, i.kv_cache + t.tokens, prefill)
     return after - throughput(cost, i.n, i.kv_cache)
