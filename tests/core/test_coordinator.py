@@ -121,6 +121,14 @@ def test_what_could_only_come_back_is_not_cut() -> None:
     assert coordinator().plan(snapshot, lambda v: 0) == []
 
 
+@pytest.mark.parametrize("routing", ["waterfall", *ROUTING])
+def test_what_waits_inside_a_server_does_not_go_to_wait_inside_another(routing: str) -> None:
+    """It would be cut there too, and so on, without ever getting a token."""
+    fleet_ = [server("a", 0, running(10), waiting=6), server("b", 0, running(8, 200), waiting=3)]
+    plan = coordinator(routing=routing).plan(fleet(fleet_), lambda v: 0)
+    assert plan == [Interrupt(instance="a", requests=(109, 108, 107))]
+
+
 def test_a_server_that_pulls_is_not_taken_for_an_idle_one() -> None:
     snapshot = fleet([server("a", 2, running(8, v_traj=2)), server("b", 1, running(8, 200, v_traj=1))], initial(1), 2)
     plan = coordinator(synchronization="all").plan(snapshot, lambda v: 0)

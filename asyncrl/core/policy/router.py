@@ -48,7 +48,8 @@ def place(router: Router, request: RequestView, load: Load, admission: Admission
 
 
 class EachByItself:
-    """A routing function of core/policy/routing.py, for every request in turn."""
+    """A routing function of core/policy/routing.py, for every request in turn. A server in which requests wait gets
+    none: migration would cut what was given to it, at every plan anew."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class EachByItself:
         offered: Sequence[Load] = (),
     ) -> None:
         self._function = function
-        self._loads = [load for load in loads if load.up]
+        self._loads = [load for load in loads if load.up and not load.waiting]
         self._admission = admission
         self._offered = list(offered)
 
