@@ -122,8 +122,8 @@ class Relay:
 
     async def _control(self, request: web.Request) -> web.WebSocketResponse:
         connection = web.WebSocketResponse()
-        await connection.prepare(request)
         try:
+            await connection.prepare(request)
             async with asyncio.TaskGroup() as tasks:
                 reporting = tasks.create_task(self._report(connection))
                 async for message in connection:

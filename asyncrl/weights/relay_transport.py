@@ -5,7 +5,7 @@
     deliver   a server loads it from its own host's shared memory
 
 ``watch`` runs beside: it has a connection to each relay, over which orders go and states come. A relay whose connection
-ends, or that is silent for ``SILENCE_S``, is cut out, and the one after it is told to go on with another source; it is
+ends, or that is silent for ``silence_s``, is cut out, and the one after it is told to go on with another source; it is
 asked again until it answers. Imports no torch.
 """
 
@@ -29,6 +29,7 @@ T = TypeVar("T")
 SILENCE_S = 0.8
 """Four heartbeats."""
 
+CONNECT_S = 5.0
 RETRY_S = 0.1
 CLOSE_S = 2.0
 
@@ -61,6 +62,7 @@ class RelayTransport:
         timeout_s: float,
         observer: Observer,
         note: Callable[[str], None],
+        silence_s: float = SILENCE_S,
     ) -> None:
         self._trainer = trainer
         self._relays = list(relays)
@@ -68,6 +70,7 @@ class RelayTransport:
         self._address = address
         self._run = run
         self._timeout_s = timeout_s
+        self._silence_s = silence_s
         self._observer = observer
         self._note = note
         self.chain = RelayChain(keep)
@@ -92,12 +95,12 @@ class RelayTransport:
         while True:
             why = "it closed the connection"
             try:
-                async with asyncio.timeout(SILENCE_S):
+                async with asyncio.timeout(CONNECT_S):
                     connection = await session.ws_connect(URL(relay) / "control", max_msg_size=2**24)
                 async with connection:
                     await self._converse(relay, connection)
             except TimeoutError:
-                why = f"silent for {SILENCE_S:g} s"
+                why = f"silent for {self._silence_s:g} s"
             except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
                 why = str(error) or type(error).__name__
             if self.states.pop(relay, None) is not None:
@@ -113,7 +116,7 @@ class RelayTransport:
             async with asyncio.TaskGroup() as tasks:
                 ordering = tasks.create_task(self._order(relay, connection))
                 while True:
-                    async with asyncio.timeout(SILENCE_S):
+                    async with asyncio.timeout(self._silence_s):
                         message = await connection.receive()
                     if message.type is not aiohttp.WSMsgType.BINARY:
                         break

@@ -88,10 +88,19 @@ class Seen:
 
 
 class World:
-    """``relays`` processes with their folders in ``memory``, and one server on each."""
+    """``relays`` processes with their folders in ``memory``, and one server on each. ``silence_s`` is long, as a
+    crowded machine may keep a process waiting for seconds: that one was killed is told by its connection."""
 
     def __init__(
-        self, memory: Path, relays: int, *, megabytes: float, chunk_mb: int = 1, keep: int = 2, max_mb_s: int = 0
+        self,
+        memory: Path,
+        relays: int,
+        *,
+        megabytes: float,
+        chunk_mb: int = 1,
+        keep: int = 2,
+        max_mb_s: int = 0,
+        silence_s: float = 10.0,
     ) -> None:
         self.memory = memory
         self.chunk_mb = chunk_mb
@@ -113,6 +122,7 @@ class World:
             timeout_s=60.0,
             observer=cast(Observer, self.seen),
             note=self.notes.append,
+            silence_s=silence_s,
         )
 
     def engines(self, *indices: int) -> Sequence[Engine]:

@@ -21,12 +21,6 @@ def size(of: World, version: int) -> int:
     return (of.folder(0) / f"v{version}" / "model.safetensors").stat().st_size
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A crowded machine may keep a process waiting for seconds. That they have gone is told by their connections."""
-    monkeypatch.setattr("asyncrl.weights.relay_transport.SILENCE_S", 10.0)
-
-
 async def test_every_server_loads_each_version_from_its_own_host(tmp_path: Path) -> None:
     async with world(tmp_path, 3, megabytes=5) as w:
         for version in (1, 2, 3):
@@ -71,15 +65,13 @@ def size_of_file(w: World, index: int) -> int:
     return (w.folder(index) / "v1" / "model.safetensors").stat().st_size
 
 
-async def test_a_relay_that_hangs_is_cut_out_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with world(tmp_path, 2, megabytes=24) as w:
+async def test_a_relay_that_hangs_is_cut_out_too(tmp_path: Path) -> None:
+    async with world(tmp_path, 2, megabytes=24, silence_s=4.0) as w:
         await w.transport.prepare(1)
         await w.until(lambda: w.state(0).received > 2**20)
-        monkeypatch.setattr("asyncrl.weights.relay_transport.SILENCE_S", 0.8)
         await w.kill(0, signal.SIGSTOP)
         await w.transport.arrive(w.engines(1), 1)
         await w.transport.deliver(w.engines(1), 1)
-        monkeypatch.undo()
         await w.kill(0, signal.SIGCONT)
         await w.up()
         await w.broadcast(2)
