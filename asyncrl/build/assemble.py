@@ -164,7 +164,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
             parameters=pulled,
             buffer=buffer,
             observer=world.observer,
-            stream_interval=recipe.engine.stream_interval,
+            stream_interval=recipe.engine.stream_interval if recipe.engine.fit_cost else 0,
         )
         parameters, services = pulled, [coordination.run]
     else:

@@ -232,6 +232,9 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     slowest."""
     phi_wait: int = 3
     phi_throughput: float = 5.0
+    fit_cost: bool = True
+    """With ``buffers``, correct the cost model by what the servers are seen to take; ``false``: go by ``sim.instance``
+    alone. Needs streaming (``stream_interval``)."""
     connect_timeout_s: float = 300.0
     request_timeout_s: float = 600.0
     idle_timeout_s: float = 120.0

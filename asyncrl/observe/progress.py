@@ -97,6 +97,8 @@ class Progress:
         rate = f"{self._token_rate():,.0f} tok/s"
         rows.append(("rollout", f"running {running:,}  waiting {waiting:,.0f}  {rate}{bubbles}"))
         rows += self._server_rows()
+        if (error := gauges.get("coordinator/cost_error")) is not None:
+            rows.append(("coordinator", f"cost model off by {_percent(error)}"))
         reserved = gauges.get("buffer/reserved", m.get("buffer/reserved", 0))
         occupied = gauges.get("buffer/occupied", m.get("buffer/occupied", 0))
         stale = f"mean {m['staleness/mean']:.2f}{self._expected()} max {m['staleness/max']:.0f}" if m else "-"

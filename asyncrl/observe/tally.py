@@ -113,7 +113,7 @@ class Tally(Observer):
                 batch=self.recipe.batch_trajectories,
                 slots=self._episodes_a_slot * int(self.gauges.get("rollout/slots", rollout.num_envs)),
             )
-        for name in ("staleness/bound", "rollout/slots"):
+        for name in ("staleness/bound", "rollout/slots", "coordinator/cost_error"):
             if name in self.gauges:
                 line[name] = self.gauges[name]
         return line

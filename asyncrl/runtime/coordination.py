@@ -37,7 +37,7 @@ ASK_AGAIN = 0.01
 
 
 class Coordination:
-    """``stream_interval`` is the recipe's: how many tokens a server generates between two chunks."""
+    """``stream_interval``: tokens that a server generates between two chunks; 0: the cost model stays as it is."""
 
     def __init__(
         self,

@@ -247,3 +247,8 @@ def test_the_cost_model_follows_the_servers_and_says_how_far_off_it_is(monkeypat
     events = play(settings).trace.events
     errors = [e[3] for e in events if e[:2] == ("counter", "coordinator/cost_error")]
     assert errors[0] > 0.5 and errors[-1] < 0.4
+
+
+def test_the_cost_model_stays_as_it_is_if_the_recipe_says_so() -> None:
+    events = play(busy(engine={"fit_cost": False}, run={"steps": 2})).trace.events
+    assert not [e for e in events if e[:2] == ("counter", "coordinator/cost_error")]
