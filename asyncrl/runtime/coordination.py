@@ -146,11 +146,12 @@ class Coordination:
     def _wants_load(self, instance: Instance) -> bool:
         """Also sets from when on it will want it next."""
         full = NEARLY_FULL * instance.max_tokens
-        if instance.tokens <= full or not instance.up or instance.pulling:
+        if not instance.up or instance.pulling:
             instance.queued = 0
+        if instance.tokens <= full and not instance.queued:
             instance.attention_at = full
             return False
-        if instance.tokens <= instance.attention_at:
+        if instance.attention_at == math.inf or full < instance.tokens <= instance.attention_at:
             return False
         instance.attention_at = math.inf  # until it has answered
         return True

@@ -61,7 +61,7 @@ class Reply:
         self.server = ""
         self.interruptions = 0
         self.fruitless = 0
-        """Attempts in a row that brought no token."""
+        """Attempts in a row that brought no token, though nobody here cut them off."""
         self.waited_s = 0.0
         self.ended = 0.0
 

@@ -27,7 +27,8 @@ from asyncrl.runtime.instance import Instance
 from asyncrl.runtime.trajectory_server import Request, TrajectoryServer
 
 MAX_FRUITLESS = 20
-"""Attempts without a token after which a request is given up: a server that aborts everything must not spin forever."""
+"""Attempts without a token after which a request is given up: a server that aborts everything must not spin forever.
+What this process cut itself, for an update or a migration, does not count."""
 
 NONE_PINNED = "no server holds the evaluation's version any more"
 
@@ -260,11 +261,12 @@ class LLMProxy:
         finally:
             self.generated += received
             ended = asyncio.get_running_loop().time()
+            ours = self._suspended or instance.pulling or number in instance.cutting
             for reply in replies:
                 reply.waited_s += started - asked
                 reply.ended = ended
                 reply.server = instance.name
-                reply.fruitless = 0 if received else reply.fruitless + 1
+                reply.fruitless = 0 if received else reply.fruitless + (not ours)
             self._release(instance, view, len(ids) + received)
             on_running(False)
             self._observer.span(

@@ -235,6 +235,24 @@ def test_a_server_that_aborts_everything_is_given_up() -> None:
     assert run(main()) == MAX_FRUITLESS
 
 
+def test_a_request_that_updates_cut_again_and_again_is_not_given_up() -> None:
+    """Its prompt takes longer than the time between two of them."""
+
+    async def main() -> Completion:
+        proxy = await proxy_over(sim_engine())
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(proxy.generate(prompt()))
+            for _ in range(2 * MAX_FRUITLESS):
+                await asyncio.sleep(1e-6)
+                await proxy.suspend("interrupt")
+                await proxy.resume()
+        return task.result()[0]
+
+    completion = run(main())
+    assert completion.interruptions > MAX_FRUITLESS
+    assert completion.finish_reason == "stop"
+
+
 def test_prompts_beyond_the_context_are_refused_with_the_key() -> None:
     async def main() -> None:
         proxy = await proxy_over(sim_engine())
