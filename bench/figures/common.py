@@ -63,8 +63,8 @@ class Result(msgspec.Struct, kw_only=True):
         return (last - begin) / (len(self.steps) - max(skip, 1))
 
 
-class _Lines(Tally):
-    """Keeps the metrics line of every step."""
+class Lines(Tally):
+    """Keeps the metrics line of every step. A subclass may keep more of what it observes."""
 
     def __init__(self, recipe: Recipe, clock: Callable[[], float]) -> None:
         super().__init__(recipe, clock)
@@ -75,12 +75,17 @@ class _Lines(Tally):
         self.lines.append(self.metrics)
 
 
-def simulated(recipe: Recipe, wrap_env: Callable[[Env], Env] = lambda env: env) -> Result:
-    """The whole recipe on virtual time, its environments inside ``wrap_env``. Raises whatever ended it early."""
-    tallies: list[_Lines] = []
+def simulated(
+    recipe: Recipe,
+    wrap_env: Callable[[Env], Env] = lambda env: env,
+    lines: Callable[[Recipe, Callable[[], float]], Lines] = Lines,
+) -> Result:
+    """The whole recipe on virtual time, its environments inside ``wrap_env``, seen by what ``lines`` makes of it and
+    the clock. Raises whatever ended it early."""
+    tallies: list[Lines] = []
 
     def observe(clock: Callable[[], float]) -> Tally:
-        tallies.append(_Lines(recipe, clock))
+        tallies.append(lines(recipe, clock))
         return tallies[0]
 
     books, error = play(recipe, observe, wrap_env)
