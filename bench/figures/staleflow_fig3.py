@@ -3,8 +3,9 @@
     python bench/figures/staleflow_fig3.py [--quick] [--json FILE] [--plot FILE] [--jobs N]
 
 Qwen2.5-7B on 64 H20s, as the paper's Qwen2.5-MATH-7B, by a system that caps what is in flight (VeRL-Async): seconds a
-step, and how long of them the trainer waits. One server a GPU, by core/hardware.py's estimate; lengths, trainer and the
-split are those of all figures. That a large bound slows convergence, the figure's other half, no simulation can show.
+step, and how long of them the trainer waits. One server a GPU, by core/hardware.py's estimate. Lengths and trainer are
+those of all figures; 40 of the 64 GPUs train, as with a quarter of them a dense model's trainer never waits at all, from
+η = 1 on. That a large bound slows convergence, the figure's other half, no simulation can show.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from staleflow import FORWARDS, GPU, Run, runs
 
 from asyncrl.core.hardware import GPUS, MODELS, cost_model, kv_tokens, training_tokens_per_s
 
-ETAS = (0, 1, 2, 3, 4, 6)
+ETAS = (0, 1, 2, 3, 4)
 CLUSTER = 64
-SERVERS, TRAINING = 12, 4
+SERVERS, TRAINING = 6, 10
 """Of a quarter of the cluster: 16 GPUs."""
 
 
