@@ -65,7 +65,7 @@ def draw(figure: Figure, points: list[Point]) -> None:
     for column, (factor, (title, values)) in enumerate(FACTORS.items()):
         verl = {p.value: p.ours for p in scaled if p.factor == factor and p.system == "VeRL"}
         for (label, _, _), colour in zip(SYSTEMS, COLOURS, strict=True):
-            own = [p for p in scaled if p.factor == factor and p.system == label]
+            own = sorted((p for p in scaled if p.factor == factor and p.system == label), key=lambda p: p.value)
             x = [values.index(p.value) for p in own]
             rows[0][column].plot(x, [p.ours / 1000 for p in own], "o-", color=colour, label=label)
             rows[1][column].plot(x, [p.ours / verl[p.value] for p in own], "o-", color=colour)

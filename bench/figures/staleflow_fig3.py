@@ -4,8 +4,8 @@
 
 Qwen2.5-7B on 64 H20s, as the paper's Qwen2.5-MATH-7B, by a system that caps what is in flight (VeRL-Async): seconds a
 step, and how long of them the trainer waits. One server a GPU, by core/hardware.py's estimate. Lengths and trainer are
-those of all figures; 40 of the 64 GPUs train, as with a quarter of them a dense model's trainer never waits at all, from
-η = 1 on. That a large bound slows convergence, the figure's other half, no simulation can show.
+those of all figures; 40 of the 64 GPUs train, as with a quarter of them a dense model's trainer never waits at all,
+from η = 1 on. That a large bound slows convergence, the figure's other half, no simulation can show.
 """
 
 from __future__ import annotations
