@@ -9,8 +9,8 @@ throughputs and splits of GPUs without numbers. What is missing was chosen once,
 * **Lengths**: lognormal with median 4,000 and a 99th percentile ten times that (Laminar's and DORA's tail), so that 1 %
   reach the limit of 40k and 5 % that of 20k; one distribution for all limits, which cut it. Half of the variance lies
   between prompts ("trajectories within a group tend to be either all long or all short", appendix C).
-* **A server is 4 GPUs**, and table 4 is its. With 2 GPUs a server (twice the servers, each as fast) steps would take a
-  third of table 3's 460 seconds.
+* **A server is 4 GPUs**, and table 4 is its. With 2 GPUs a server (twice as many, each as fast) training would bound
+  steps from η = 3 on, at half of table 3's 460 seconds.
 * **A quarter of the GPUs trains**, at 35 % of the peak with one further pass for the old policy's log probabilities
   (core/hardware.py). The paper tunes the split for each system and does not say which it found; see ``SPLIT``.
 * **Weights** (61 GB) reach every server from its own host's memory, for all systems, as the paper's parameter server
