@@ -49,7 +49,9 @@ OBEY_S = 1.0
 STATUS_S = 2.0
 """How long the nursery may take to say how a worker ended."""
 MAX_RESTARTS = 3
-"""Of the nursery: one that dies again and again has a cause that a restart does not mend."""
+"""Of the nursery, until one ran for ``STEADY_S``: one that dies again and again has a cause that a restart does not
+mend."""
+STEADY_S = 600.0
 REORDER_S = 0.01
 """Pause before a worker is ordered again: the nursery has just died, or has too many orders before it."""
 RUN_OVER = "the run is over"
@@ -376,7 +378,10 @@ class EnvProcesses:
         command = [sys.executable, "-m", "asyncrl.env_workers.nursery", self._spec, scratch]
         environment = {name: os.environ.get(name, value) for name, value in THREADS.items()}
         environment["PYTHONUNBUFFERED"] = "1"  # a killed process flushes nothing
-        for _ in range(MAX_RESTARTS + 1):
+        loop = asyncio.get_running_loop()
+        died = 0
+        while died <= MAX_RESTARTS:
+            started = loop.time()
             Path(scratch).mkdir(exist_ok=True)  # the one before may have removed it
             ours, theirs = socket.socketpair()
             with ours:
@@ -401,6 +406,7 @@ class EnvProcesses:
                         if not process.ended.done():
                             process.ended.cancel()
                     self._workers.clear()
+            died = 1 if loop.time() - started > STEADY_S else died + 1
         raise ChildError(nursery.death())
 
     async def _listen(self, control: socket.socket) -> None:

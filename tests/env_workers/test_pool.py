@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import uvloop
 
+import asyncrl.env_workers.pool as pool_module
 from asyncrl.build.env_watch import alarm
 from asyncrl.env import Action, EnvDown, Step, SyncEnv, Task
 from asyncrl.env_workers.nursery import NICENESS
@@ -379,6 +380,19 @@ async def test_workers_survive_the_death_of_the_process_that_forks_them_as_new_o
             await env.step(act("on"))
         envs.release(env, whole=False)
         assert (await begun(envs))[1] != pid
+
+
+async def test_a_nursery_that_ran_for_long_has_all_its_restarts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "STEADY_S", 0.0)
+    envs = pool(tmp_path)
+    async with running(envs):
+        for _ in range(pool_module.MAX_RESTARTS + 2):
+            env, pid = await begun(envs)
+            os.kill(int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]), signal.SIGKILL)
+            await until(lambda pid=pid: not alive(pid))
+            envs.release(env, whole=False)
 
 
 async def test_a_worker_that_is_asked_of_a_nursery_just_dead_is_started_by_the_next(tmp_path: Path) -> None:
