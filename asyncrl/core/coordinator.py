@@ -20,7 +20,9 @@ fastest then. So requests of the fastest are distributed anew on trial first, wi
 Those that would come back or find no place are not cut. The others are cut only if the fleet's throughput, by the cost
 model and with their prefill counted in, is higher afterwards. Hence without other events each migration raises the
 fleet's throughput, and placements are finite in number: migrations end. What waits inside a server has no throughput to
-lose; it is cut for good, and goes where it runs at once.
+lose; it is cut for good, and goes where it runs at once. By the books, that is: a server may see it otherwise and let
+it wait again. So a server that was cut so is not cut again before it has generated something; else two servers could
+send each other a request for ever, in no time.
 
 **No plan holds the loop for long.** A plan looks at the first ``most`` requests that wait, and says that it is
 ``unfinished`` if it has routed them all; the next one goes on where it stopped. As the queue is in order, the plans
@@ -89,6 +91,8 @@ class Coordinator:
         self._limits = limits or Limits()
         self._most = most
         self._expected: dict[str, _Expected] = {}
+        self._cut_at: dict[str, int] = {}
+        """What a server had generated when requests that waited inside it were cut last."""
         self.unfinished = False
         """The last plan stopped at its limit: plan again soon, though nothing else happens."""
 
@@ -165,6 +169,9 @@ class Coordinator:
         migration = self._migrate(loads, self.cost, self._limits)
         cut: set[int] = set()
         for load, requests in migration.excess:
+            if self._cut_at.get(load.name) == load.generated:
+                continue
+            self._cut_at[load.name] = load.generated
             for request in requests:
                 load.lose(request)
             commands.interrupt(load, requests)

@@ -36,6 +36,8 @@ class InstanceSnapshot(Record, frozen=True, kw_only=True):
     command came too late, as it was gone, counts: the command has no effect still to come."""
     interrupted: int = 0
     """The same of ``Interrupt`` commands."""
+    generated: int = 0
+    """Tokens since the run began."""
     pulling: bool = False
     """It is being given weights; ``version`` is still the old one."""
     pinned: bool = False

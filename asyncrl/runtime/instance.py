@@ -85,6 +85,7 @@ class Instance:
             requests=self.requests,
             routed=self.routed,
             interrupted=self.interrupted,
+            generated=self.generated,
             pulling=self.pulling,
             pinned=self.pinned,
         )

@@ -46,7 +46,11 @@ def versions(simulation: Simulation) -> list[tuple[float, dict[str, int]]]:
     return seen
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+HELD = (697,)
+"""Found by more: 697, two servers sent each other a waiting request for ever, in no time."""
+
+
+@pytest.mark.parametrize("seed", sorted({*range(SEEDS), *HELD}))
 def test_laws_hold_for_any_settings_and_any_faults(seed: int) -> None:
     settings = coordinated_recipe(seed, engine=SHORT, sim=FAULTS)
     check_laws(settings, play(settings))
