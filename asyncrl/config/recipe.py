@@ -234,7 +234,8 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     phi_throughput: float = 5.0
     fit_cost: bool = True
     """With ``buffers``, correct the cost model by what the servers are seen to take; ``false``: go by ``sim.instance``
-    alone. Needs streaming (``stream_interval``)."""
+    alone. Needs streaming: it looks at stretches of 4 · max(16, ``stream_interval``) decode steps without a pause,
+    so where responses are short or new weights frequent, a ``stream_interval`` of a few tokens."""
     connect_timeout_s: float = 300.0
     request_timeout_s: float = 600.0
     idle_timeout_s: float = 120.0
