@@ -130,5 +130,5 @@ def server_at(instance: InstanceSnapshot, version: int) -> InstanceSnapshot:
         up=instance.up,
         running=instance.running,
         kv_tokens=instance.kv_tokens,
-        waiting=instance.waiting,
+        waiting=0,  # a pull cuts what waits
     )
