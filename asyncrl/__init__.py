@@ -5,6 +5,8 @@ What a user imports. General layout, bottom to top (DESIGN in README.md): ``core
 ``weights``, ``sim``, ``envs`` and ``observe`` are worlds and adapters; ``build`` wires them; ``cli`` starts them.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from asyncrl.env import (
     Action,
     Agent,
@@ -21,7 +23,9 @@ from asyncrl.env import (
     ToolCall,
     rows_by,
 )
-from asyncrl.envs.program import run_program
+
+if TYPE_CHECKING:
+    from asyncrl.envs.program import run_program
 
 __all__ = [
     "Action",
@@ -43,3 +47,12 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """``run_program`` when it is first asked for: it brings asyncio, which a plan or a check does without."""
+    if name == "run_program":
+        from asyncrl.envs.program import run_program
+
+        return run_program
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

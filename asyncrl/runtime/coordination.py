@@ -75,7 +75,6 @@ class Coordination:
 
     def _round(self, under_way: asyncio.TaskGroup) -> None:
         instances = {i.name: i for i in self._proxy.instances}
-        self._measure()
         for instance in instances.values():
             if self._wants_load(instance):
                 under_way.create_task(self._ask(instance))
@@ -97,9 +96,10 @@ class Coordination:
         # The oldest version first: that is what the plan gave a group whose members go to several.
         for version, instance, command in sorted(routes, key=itemgetter(0)):
             self._route(command.requests, instance, version)
+        self._measure()
 
     def _measure(self) -> None:
-        """Let the cost model follow the servers."""
+        """Let the cost model follow the servers. Last in a round, so that what was just routed counts from now on."""
         if (meter := self._meter) is None:
             return
         now = asyncio.get_running_loop().time()

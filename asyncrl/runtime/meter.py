@@ -1,8 +1,9 @@
 """Meter: what each server takes for its work, as seen from here, for the coordinator's cost model (StaleFlow §5.3).
 
 An observation is a stretch in which a server was never idle, took no weights and did at least ``steps`` decode steps:
-its mean load, what it generated and prefilled, and the seconds. It is made of the proxy's books at each of the
-coordinator's rounds, and there is a round whenever a request comes or goes.
+its mean load, what it generated and prefilled, and the seconds. It is made of the proxy's books at the end of each of
+the coordinator's rounds, and there is a round whenever a request comes or goes. What a round has just routed runs, and
+is prefilled, from then on.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from asyncrl.runtime.instance import Instance
 class _Stretch:
     """Of one server: since when, the load since the last look, and its sums over time."""
 
-    __slots__ = ("at", "generated", "kv", "kv_s", "n", "n_s", "prefilled", "since")
+    __slots__ = ("at", "generated", "given", "kv", "kv_s", "n", "n_s", "prefilled", "since")
 
-    def __init__(self, instance: Instance, now: float) -> None:
+    def __init__(self, instance: Instance, now: float, prefilled: int) -> None:
         self.since = self.at = now
         self.generated = instance.generated
-        self.prefilled = instance.prefilled
+        self.prefilled = prefilled
         self.n_s = self.kv_s = 0.0
         self.look(instance, now)
 
@@ -28,6 +29,7 @@ class _Stretch:
         self.at = now
         self.n = instance.running - instance.queued
         self.kv = min(instance.tokens, instance.max_tokens)
+        self.given = instance.prefilled
 
 
 class Meter:
@@ -39,8 +41,9 @@ class Meter:
     def look(self, instance: Instance, now: float) -> bool:
         """The server's books as they are now; True if an observation is complete, so that ``cost`` is another."""
         stretch = self._stretches.get(instance.name)
+        prefilled = stretch.given if stretch is not None else 0
         if stretch is None or stretch.n <= 0 or instance.pulling or not instance.up:
-            self._stretches[instance.name] = _Stretch(instance, now)
+            self._stretches[instance.name] = _Stretch(instance, now, prefilled)
             return False
         stretch.n_s += stretch.n * (now - stretch.at)
         stretch.kv_s += stretch.kv * (now - stretch.at)
@@ -52,10 +55,10 @@ class Meter:
             n=stretch.n_s / seconds,
             kv=stretch.kv_s / seconds,
             tokens=tokens,
-            prefill=instance.prefilled - stretch.prefilled,
+            prefill=prefilled - stretch.prefilled,
             seconds=seconds,
         )
-        self._stretches[instance.name] = _Stretch(instance, now)
+        self._stretches[instance.name] = _Stretch(instance, now, prefilled)
         return True
 
     @property

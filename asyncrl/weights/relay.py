@@ -73,12 +73,16 @@ class Relay:
 
     async def run(self) -> None:
         """Until cancelled."""
-        loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._take())
-            while True:
-                sock, _ = await loop.sock_accept(self._data)
-                tasks.create_task(self._give(sock))
+            tasks.create_task(self._accept(tasks))
+
+    async def _accept(self, tasks: asyncio.TaskGroup) -> None:
+        """One that takes from here; the next is another task's, so that no end of this can leave a connection open."""
+        sock, _ = await asyncio.get_running_loop().sock_accept(self._data)
+        with sock:
+            tasks.create_task(self._accept(tasks))
+            await self._give(sock)
 
     def state(self) -> RelayState:
         unable, error = self._unable or (None, "")
@@ -241,24 +245,23 @@ class Relay:
     async def _give(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         try:
-            with sock:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if self._pace:
-                    sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, self._pace)
-                request = await receive(sock, FetchReq)
-                version = await self._found(request, sock)
-                manifest = None if version is None else version.manifest
-                await loop.sock_sendall(sock, frame(FetchReply(manifest=manifest)))
-                if version is None:
-                    return
-                offset = request.offset
-                with version.open() as file:
-                    while offset < version.size:
-                        while (end := self._given(version)) <= offset:
-                            if not self._has(version):
-                                return
-                            await self._news.wait()
-                        offset += await loop.sock_sendfile(sock, file, offset, end - offset)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._pace:
+                sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, self._pace)
+            request = await receive(sock, FetchReq)
+            version = await self._found(request, sock)
+            manifest = None if version is None else version.manifest
+            await loop.sock_sendall(sock, frame(FetchReply(manifest=manifest)))
+            if version is None:
+                return
+            offset = request.offset
+            with version.open() as file:
+                while offset < version.size:
+                    while (end := self._given(version)) <= offset:
+                        if not self._has(version):
+                            return
+                        await self._news.wait()
+                    offset += await loop.sock_sendfile(sock, file, offset, end - offset)
         except (LinkBroken, OSError) as error:
             log.info("one that took from here has gone: %s", error)
 

@@ -16,7 +16,8 @@ from asyncrl.core.policy.migration import MIGRATION, Limits
 from asyncrl.core.policy.routing import ROUTING, RequestView
 from asyncrl.core.policy.synchronization import SYNCHRONIZATION
 from asyncrl.core.snapshot import FleetSnapshot, InstanceSnapshot
-from tests.core.fleets import COST, fleet, levels, server, servers
+
+from .fleets import COST, fleet, levels, server, servers
 
 MIXES = list(itertools.product(["waterfall", "least_loaded"], SYNCHRONIZATION, MIGRATION))
 """Figure 16's eight."""

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from asyncrl.core.policy.migration import Limits, by_throughput, stay
 from asyncrl.core.policy.routing import RequestView
 from asyncrl.core.snapshot import InstanceSnapshot
-from tests.core.fleets import COST, loads_of, server, servers
-from tests.core.staleflow_model import migration_strategy, system
+
+from .fleets import COST, loads_of, server, servers
+from .staleflow_model import migration_strategy, system
 
 
 def migrated(instances: list[InstanceSnapshot], limits: Limits) -> list[tuple[str, set[int]]]:

@@ -13,8 +13,9 @@ from asyncrl.core.policy.routing import RequestView, least_loaded
 from asyncrl.core.policy.synchronization import all_at_once, selective
 from asyncrl.core.policy.waterfall import Waterfall
 from asyncrl.core.snapshot import InstanceSnapshot
-from tests.core.fleets import COST, levels, loads_of, requests, rooms, server, servers
-from tests.core.staleflow_model import Staleness, synchronization_strategy, system
+
+from .fleets import COST, levels, loads_of, requests, rooms, server, servers
+from .staleflow_model import Staleness, synchronization_strategy, system
 
 waterfall = partial(Waterfall, cost=COST, mean_new_tokens=float("inf"))
 by_default = partial(waterfall, mu=0.3)

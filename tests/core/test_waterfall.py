@@ -12,8 +12,9 @@ from asyncrl.core.policy.router import route
 from asyncrl.core.policy.routing import RequestView
 from asyncrl.core.policy.waterfall import Waterfall
 from asyncrl.core.snapshot import InstanceSnapshot
-from tests.core.fleets import COST, levels, loads_of, requests, rooms, server, servers
-from tests.core.staleflow_model import Staleness, routing_strategy, system
+
+from .fleets import COST, levels, loads_of, requests, rooms, server, servers
+from .staleflow_model import Staleness, routing_strategy, system
 
 
 def routed(

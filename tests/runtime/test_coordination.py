@@ -250,7 +250,7 @@ def test_the_cost_model_follows_the_servers_and_says_how_far_off_it_is(monkeypat
     )
     events = play(settings).trace.events
     errors = [e[3] for e in events if e[:2] == ("counter", "coordinator/cost_error")]
-    assert errors[0] > 0.5 and errors[-1] < 0.4
+    assert errors[0] > 0.5 and errors[-1] < 0.2
 
 
 def test_the_cost_model_stays_as_it_is_if_the_recipe_says_so() -> None:
