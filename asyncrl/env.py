@@ -201,9 +201,9 @@ class Reply(Record, frozen=True, kw_only=True):
 class Agent(Protocol):
     """The model, as a rollout function has it for one episode.
 
-    Requests may run side by side. One whose messages go on from an earlier request and its reply extends that token
-    sequence; any other begins a new segment of the trajectory. All that was generated is trained with the episode's
-    reward; the sampling temperature is the recipe's.
+    Requests may run side by side, unless the recipe has a critic (``gae``). One whose messages go on from an earlier
+    request and its reply extends that token sequence; any other begins a new segment of the trajectory. All that was
+    generated is trained with the episode's reward; the sampling temperature is the recipe's.
     """
 
     base_url: str

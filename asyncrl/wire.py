@@ -198,7 +198,7 @@ class TrainSequence(msgspec.Struct, kw_only=True, frozen=True):
     bytes, one entry a token: ``tokens`` int32, ``loss_mask`` int8, ``logprobs`` float32 (the engine's), ``versions``
     int32. ``advantage`` is that of every token with mask 1, unless there is a column ``advantages`` (float32) with one
     for each, or the trainer's critic makes them from ``turn_rewards``, of turns that end after so many tokens as
-    ``turn_ends`` says."""
+    ``turn_ends`` says. With ``continues`` it is the next segment of the trajectory of the sequence before it."""
 
     tokens: bytes
     loss_mask: bytes
@@ -208,6 +208,7 @@ class TrainSequence(msgspec.Struct, kw_only=True, frozen=True):
     advantages: bytes = b""
     turn_ends: tuple[int, ...] = ()
     turn_rewards: tuple[float, ...] = ()
+    continues: bool = False
 
 
 class TrainReq(msgspec.Struct, kw_only=True, frozen=True):

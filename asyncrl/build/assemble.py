@@ -252,6 +252,7 @@ def _player(recipe: Recipe, world: World, played: Played, proxy: LLMProxy, templ
                 max_turns=env.max_turns,
                 max_new_tokens=recipe.rollout.max_new_tokens,
                 max_tokens=recipe.rollout.max_tokens,
+                in_order=recipe.algorithm.uses_critic,
             ),
             idle_timeout_s=env.step_timeout_s,
             admit=None if world.gateway is None else world.gateway.admit,

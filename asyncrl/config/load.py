@@ -253,12 +253,6 @@ def check(recipe: Recipe) -> None:
     )
     turns = max(source.env.max_turns for source in recipe.mixture.values())
     _require(
-        not recipe.algorithm.uses_critic or turns == 1 or r.history != "segments",
-        "rollout.history",
-        r.history,
-        'a critic sees no further than one sequence; set it to "keep" or "refuse" for algorithm.advantage = "gae"',
-    )
-    _require(
         r.expand_num_return_sequences or turns == 1,
         "rollout.expand_num_return_sequences",
         "false",

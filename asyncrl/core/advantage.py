@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from statistics import fmean, pstdev
 from typing import Any, TypeAlias
 
@@ -46,19 +47,18 @@ Steps: TypeAlias = Sequence[Sequence[float]]
 # --- from rewards to returns ------------------------------------------------------------------------------------------
 
 
-def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
+def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float, after: float = 0.0) -> list[float]:
     """Generalised advantage estimation over the steps of one trajectory (Schulman et al. 2016, Eq. 16)::
 
         δ_t = r_t + γ V_{t+1} − V_t        A_t = δ_t + γ λ A_{t+1}        V and A are 0 behind the end
 
-    With V = 0 and λ = 1 it gives the returns Σ γ^k r_{t+k}; with λ = 1 the returns minus V.
+    With V = 0 and λ = 1 it gives the returns Σ γ^k r_{t+k}; with λ = 1 the returns minus V. Of a part of a trajectory,
+    ``after`` is γ (V + λ A) of the step that comes next.
     """
     advantages = [0.0] * len(rewards)
-    after = value_after = 0.0
     for t in range(len(rewards) - 1, -1, -1):
-        delta = rewards[t] + gamma * value_after - values[t]
-        advantages[t] = after = delta + gamma * lam * after
-        value_after = values[t]
+        advantages[t] = rewards[t] - values[t] + after
+        after = gamma * (values[t] + lam * advantages[t])
     return advantages
 
 
@@ -76,6 +76,21 @@ def token_rewards(rewards: Sequence[float], counts: Sequence[int]) -> list[float
         if by_token:
             by_token[-1] += reward
     return by_token
+
+
+def split_rewards(turns: TurnRewards, loss_mask: bytes, segment_ends: Sequence[int]) -> list[TurnRewards]:
+    """``turns`` of each segment of a trajectory, their ends counted from where it begins; the mask is int8. As in
+    ``token_rewards`` a turn's reward comes with its last generated token, or the last before it."""
+    placed = [(loss_mask.rfind(1, 0, end), reward) for end, reward in zip(turns.ends, turns.rewards, strict=True)]
+    parts = []
+    for start, stop in pairwise((0, *segment_ends)):
+        ends = [*(end for end in turns.ends if start < end < stop), stop]
+        rewards = [0.0] * len(ends)
+        for place, reward in placed:
+            if start <= place < stop:
+                rewards[bisect_right(ends, place)] += reward
+        parts.append(TurnRewards(ends=tuple(end - start for end in ends), rewards=tuple(rewards)))
+    return parts
 
 
 def generated_per_turn(loss_mask: bytes, turn_ends: Sequence[int]) -> list[int]:

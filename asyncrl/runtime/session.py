@@ -34,11 +34,14 @@ from asyncrl.runtime.user_code import EpisodeFailed
 
 
 class SessionLimits(Record, frozen=True, kw_only=True):
-    """``max_turns`` generations in all; ``max_tokens`` of each segment."""
+    """``max_turns`` generations in all; ``max_tokens`` of each segment. ``in_order``: segments follow each other in
+    time, as a critic needs them. A conversation is then gone on with in a new segment once another had its turn, and a
+    request beside another is refused."""
 
     max_turns: int
     max_new_tokens: int
     max_tokens: int
+    in_order: bool = False
 
 
 class ContextFull(EpisodeOver):
@@ -201,6 +204,11 @@ class Session:
         """Generate behind ``ids`` behind ``point``; the completion, its text, and where it ends."""
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens: {max_tokens}; must be at least 1")
+        if self._limits.in_order and self._scopes:
+            raise ValueError(
+                'one request at a time: algorithm.advantage = "gae" judges each generation by what came after it, and '
+                "of two beside each other none does; wait for the reply, or choose another algorithm.advantage"
+            )
         prompt = ids if point is None else point.conversation.ids[: point.length] + ids
         if not prompt:
             raise ValueError("the prompt is empty, so there is nothing to continue")
@@ -228,7 +236,7 @@ class Session:
             )
         )
         completion = self._cut(completion, stop)
-        if point is not None and len(point.conversation.ids) == point.length:
+        if point is not None and self._goes_on(point):
             conversation = point.conversation
             conversation.append(ids)
         else:
@@ -251,6 +259,11 @@ class Session:
                 server=completion.server,
             ),
         )
+
+    def _goes_on(self, point: _Point) -> bool:
+        """Whether what comes behind it is of the same segment."""
+        conversation = point.conversation
+        return len(conversation.ids) == point.length and (not self._limits.in_order or conversation is self._last)
 
     async def _generate(self, prompt: Prompt) -> Completion:
         if self._over:

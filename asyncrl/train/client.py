@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 
 from asyncrl.config import Recipe
-from asyncrl.core.advantage import Advantage, TurnRewards
+from asyncrl.core.advantage import Advantage, TurnRewards, split_rewards
 from asyncrl.core.types import Batch, Trajectory
 from asyncrl.ports import CheckpointFailed, StepResult, TrainerDied, TrainerError
 from asyncrl.processes import free_port
@@ -239,14 +239,13 @@ def train_request(batch: Batch, advantages: Sequence[Advantage], fed: Sequence[i
 
 
 def train_sequences(trajectory: Trajectory, advantage: Advantage) -> list[TrainSequence]:
-    """One for each segment: columns as the bytes of their arrays. What is not to be trained has an empty mask. Raises
-    ``TrainerError`` for segments whose advantages a critic is to make: it sees no further than a sequence."""
-    rewards = advantage if isinstance(advantage, TurnRewards) else TurnRewards(ends=(), rewards=())
-    if rewards.ends and len(trajectory.segment_ends) > 1:
-        raise TrainerError(
-            'algorithm.advantage = "gae": a trajectory has several segments; set rollout.history = "keep" or "refuse"'
-        )
+    """One for each segment: columns as the bytes of their arrays. What is not to be trained has an empty mask."""
     cuts = (0, *(trajectory.segment_ends or (len(trajectory.tokens),)))
+    rewards = [TurnRewards(ends=(), rewards=())] * (len(cuts) - 1)
+    if isinstance(advantage, TurnRewards):
+        rewards = [advantage]
+        if trajectory.segment_ends:
+            rewards = split_rewards(advantage, trajectory.loss_mask.tobytes(), trajectory.segment_ends)
     return [
         TrainSequence(
             tokens=trajectory.tokens[start:end].tobytes(),
@@ -255,8 +254,9 @@ def train_sequences(trajectory: Trajectory, advantage: Advantage) -> list[TrainS
             versions=trajectory.versions[start:end].tobytes(),
             advantage=advantage if isinstance(advantage, float) else 0.0,
             advantages=advantage[start:end].tobytes() if isinstance(advantage, array) else b"",
-            turn_ends=rewards.ends,
-            turn_rewards=rewards.rewards,
+            turn_ends=turns.ends,
+            turn_rewards=turns.rewards,
+            continues=start > 0,
         )
-        for start, end in pairwise(cuts)
+        for (start, end), turns in zip(pairwise(cuts), rewards, strict=True)
     ]

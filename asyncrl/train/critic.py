@@ -4,15 +4,23 @@ Values exist only in the trainer, so advantages are made here, at the start of a
 sequences; only their normalisation looks at the whole batch. A trajectory's steps are its generated tokens or turns, as
 ``algorithm.credit`` says. The value of a step is that of the state before its first token, and only there it learns;
 behind the end of a trajectory it is 0, also where that was cut off at a length limit.
+
+Segments of a trajectory follow each other in time, so after the last step of one comes the first of the next, in the
+state that the model is shown there (with earlier thoughts left out, perhaps). They may be on different ranks. GAE runs
+backwards, and what a segment passes on to the one before is an affine function of what it gets from the one behind;
+that function (``Link``) is all that ranks tell each other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.config import AlgorithmConfig
@@ -41,32 +49,89 @@ def no_moments() -> Tensor:
     return torch.zeros(9, dtype=torch.float64)
 
 
-def judge(shares: Sequence[Share], values: Tensor, penalties: Tensor | None, algorithm: AlgorithmConfig) -> Judged:
-    """The sequences of one micro-batch, whose trained tokens have ``values`` ``[tokens]``, in float64. ``penalties``
-    ``[tokens]`` are taken off the tokens' rewards. A sequence without rewards has advantages of 0."""
-    v = values.double().cpu().numpy()
-    rewards = np.zeros_like(v) if penalties is None else -penalties.double().cpu().numpy()
-    advantages, returns, weights = (np.zeros_like(v) for _ in range(3))
-    moments = no_moments().numpy()
+class Seen(Record, frozen=True, kw_only=True):
+    """What is known of a micro-batch before any advantage is: the values of its trained tokens ``[tokens]`` before the
+    first update, and what is taken off their rewards, ``[tokens]`` or None."""
+
+    shares: Sequence[Share]
+    values: Tensor
+    penalties: Tensor | None
+
+
+class _Steps(NamedTuple):
+    """Of one sequence: which of the micro-batch's trained tokens are its own, how many each step has, at which of its
+    own each begins, and what each brought and is worth; float64."""
+
+    share: Share
+    part: slice
+    lengths: list[int]
+    first: NDArray[np.int64]
+    rewards: NDArray[np.float64]
+    values: NDArray[np.float64]
+
+    def advantages(self, algorithm: AlgorithmConfig, after: float) -> NDArray[np.float64]:
+        rewards, values = self.rewards.tolist(), self.values.tolist()
+        return np.array(gae(rewards, values, algorithm.gamma, algorithm.gae_lambda, after))
+
+
+def _steps(seen: Seen, credit: str) -> Iterator[_Steps]:
+    """Of the sequences that have rewards."""
+    values = seen.values.double().cpu().numpy()
+    rewards = np.zeros_like(values) if seen.penalties is None else -seen.penalties.double().cpu().numpy()
     start = 0
-    for share in shares:
+    for share in seen.shares:
         sequence = share.sequence
         counts = generated_per_turn(sequence.loss_mask, sequence.turn_ends)
         part = slice(start, start + sum(counts))
         start = part.stop
-        lengths = step_lengths(sequence, algorithm.credit)
-        if not lengths:
-            continue
-        rewards[part] += token_rewards(sequence.turn_rewards, counts)
-        first = np.cumsum([0, *lengths[:-1]])
-        of_steps = np.add.reduceat(rewards[part], first)
-        value = v[part][first]
-        advantage = np.array(gae(of_steps.tolist(), value.tolist(), algorithm.gamma, algorithm.gae_lambda))
-        advantages[part] = a = np.repeat(advantage, lengths)
+        if lengths := step_lengths(sequence, credit):
+            first = np.cumsum([0, *lengths[:-1]])
+            brought = np.add.reduceat(rewards[part] + token_rewards(sequence.turn_rewards, counts), first)
+            yield _Steps(share, part, lengths, first, brought, values[part][first])
+
+
+Link: TypeAlias = tuple[float, float]
+"""(offset, slope): where ``after`` comes behind a segment, offset + slope · after comes behind the one before it."""
+
+
+def links(seen: Seen, algorithm: AlgorithmConfig) -> dict[int, Link]:
+    """Of each sequence that has rewards, by its number."""
+    gamma, lam = algorithm.gamma, algorithm.gae_lambda
+    found = {}
+    for steps in _steps(seen, algorithm.credit):
+        advantages = steps.advantages(algorithm, 0.0)
+        offset = gamma * (steps.values[0] + lam * advantages[0])
+        found[steps.share.number] = (float(offset), (gamma * lam) ** len(advantages))
+    return found
+
+
+def behind(chains: Sequence[Sequence[int]], links: Sequence[Link]) -> dict[int, float]:
+    """What comes after each sequence of ``chains``, whose ``links`` come one after the other: ``gae``'s ``after``."""
+    of = dict(zip(chain.from_iterable(chains), links, strict=True))
+    found = {}
+    for numbers in chains:
+        after = 0.0
+        for number in reversed(numbers):
+            found[number] = after
+            offset, slope = of[number]
+            after = offset + slope * after
+    return found
+
+
+def judge(seen: Seen, algorithm: AlgorithmConfig, after: Mapping[int, float]) -> Judged:
+    """In float64. ``after``: of sequences that another follows, by their numbers. A sequence without rewards has
+    advantages of 0."""
+    values = seen.values.double().cpu().numpy()
+    advantages, returns, weights = (np.zeros_like(values) for _ in range(3))
+    moments = no_moments().numpy()
+    for steps in _steps(seen, algorithm.credit):
+        value, part, first = steps.values, steps.part, steps.first
+        advantage = steps.advantages(algorithm, after.get(steps.share.number, 0.0))
+        advantages[part] = a = np.repeat(advantage, steps.lengths)
         returns[part][first] = g = advantage + value
-        weights[part][first] = share.value_weight
+        weights[part][first] = steps.share.value_weight
         moments += [len(a), a.sum(), a @ a, len(g), g.sum(), g @ g, advantage.sum(), advantage @ advantage, value.sum()]
-    columns = (advantages, v, returns, weights, moments)
+    columns = (advantages, values, returns, weights, moments)
     return Judged(**dict(zip(Judged.__struct_fields__, map(torch.from_numpy, columns), strict=True)))
 
 

@@ -15,6 +15,7 @@ import heapq
 import math
 import time
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -29,7 +30,7 @@ from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.core.types import Record
 from asyncrl.train import critic as critics
 from asyncrl.train import statistics
-from asyncrl.train.critic import Judged
+from asyncrl.train.critic import Judged, Seen
 from asyncrl.train.effort import Effort, cost_of
 from asyncrl.train.loss import LOSSES, LossFunction, Tokens, interpolated, policy_loss
 from asyncrl.train.model import Critic, Policy, Scores, critic_parameters
@@ -51,12 +52,13 @@ class StepBroken(Exception):
 
 class Prepared(Record, frozen=True, kw_only=True):
     """A micro-batch with what the frozen policies say of its tokens, and the critic as it is before the first update.
-    ``proximal`` is None where it is not needed, or is π_θ itself."""
+    ``proximal`` is None where it is not needed, or is π_θ itself; ``judged`` comes when all have been ``seen``."""
 
     batch: Packed
     proximal: Tensor | None
     reference: Tensor | None
-    judged: Judged | None
+    seen: Seen | None
+    judged: Judged | None = None
 
 
 class Outcome(Record, frozen=True, kw_only=True):
@@ -202,7 +204,7 @@ class Learner:
         updates = [self._prepare(update, work.step, effort, several=count > 1) for update in work.updates]
         metrics: dict[str, float] = {}
         if self._algorithm.uses_critic:
-            updates, metrics = self._normalised(updates)
+            updates, metrics = self._judge(updates, work.chains)
         effort.prepare += time.perf_counter() - started
         rate = self.learning_rate
         for group in self.optimizer.param_groups:
@@ -271,7 +273,7 @@ class Learner:
                     batch=batch,
                     proximal=before.logprobs if before is not None and proximal else None,
                     reference=reference,
-                    judged=self._judge(shares, batch, before, reference) if algorithm.uses_critic else None,
+                    seen=self._seen(shares, batch, before, reference) if algorithm.uses_critic else None,
                 )
             )
         if isinstance(self._reference, FSDPModule):
@@ -284,8 +286,8 @@ class Learner:
         return self._reference is not None and self._algorithm.kl_in == "reward"
 
     @torch.no_grad()
-    def _judge(self, shares: Sequence[Share], batch: Packed, before: Scores | None, reference: Tensor | None) -> Judged:
-        """What the critic, or the value head of the policy that gave ``before``, makes of a micro-batch."""
+    def _seen(self, shares: Sequence[Share], batch: Packed, before: Scores | None, reference: Tensor | None) -> Seen:
+        """By the critic, or the value head of the policy that gave ``before``."""
         values = None if before is None else before.values
         if self.critic is not None:
             values = self.critic(batch.tokens, batch.layout, batch.positions)
@@ -294,21 +296,36 @@ class Learner:
         if self._kl_in_reward:
             assert before is not None and reference is not None
             penalties = critics.kl_penalties(before.logprobs, reference, self._algorithm)
-        return critics.judge(shares, values, penalties, self._algorithm)
+        return Seen(shares=shares, values=values, penalties=penalties)
 
-    def _normalised(self, updates: Sequence[Sequence[Prepared]]) -> tuple[list[list[Prepared]], dict[str, float]]:
+    def _judge(
+        self, updates: Sequence[Sequence[Prepared]], chains: Sequence[Sequence[int]]
+    ) -> tuple[list[list[Prepared]], dict[str, float]]:
         """With advantages as they are trained, which takes the whole batch, on all ranks; and metrics of it."""
+        every = [prepared.seen for update in updates for prepared in update if prepared.seen is not None]
+        after = self._behind(every, chains)
+        judged = [critics.judge(seen, self._algorithm, after) for seen in every]
         moments = critics.no_moments()
         if self.policy.counts:
-            moments = sum((p.judged.moments for update in updates for p in update if p.judged), moments)
+            moments = sum((one.moments for one in judged), moments)
         dist.all_reduce(moments, group=self._control)
+        normal = (critics.normalise(one, moments, self._algorithm, self._device) for one in judged)
+        replace = msgspec.structs.replace
+        complete = [[replace(prepared, judged=next(normal), seen=None) for prepared in update] for update in updates]
+        return complete, critics.summarise(moments)
 
-        def normalised(prepared: Prepared) -> Prepared:
-            assert prepared.judged is not None
-            judged = critics.normalise(prepared.judged, moments, self._algorithm, self._device)
-            return msgspec.structs.replace(prepared, judged=judged)
-
-        return [[normalised(prepared) for prepared in update] for update in updates], critics.summarise(moments)
+    def _behind(self, every: Sequence[Seen], chains: Sequence[Sequence[int]]) -> dict[int, float]:
+        """What comes after each segment that another follows, on whatever rank that is."""
+        if not chains:
+            return {}
+        rows = {number: row for row, number in enumerate(chain.from_iterable(chains))}
+        links = torch.zeros(len(rows), 2, dtype=torch.float64)
+        for seen in every if self.policy.counts else ():
+            for number, link in critics.links(seen, self._algorithm).items():
+                if number in rows:
+                    links[rows[number]] = torch.tensor(link, dtype=torch.float64)
+        dist.all_reduce(links, group=self._control)
+        return critics.behind(chains, links.tolist())
 
     def _pass(self, batches: Sequence[Prepared], totals: Totals, effort: Effort) -> None:
         """Forward and backward of each: gradients into ``.grad``, everything else into ``totals``."""

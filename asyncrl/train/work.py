@@ -42,12 +42,14 @@ class Work(Record, frozen=True, kw_only=True):
     """One rank's part of a step: for each update (mini-batch) its packed micro-batches, as many as on every other
     rank. ``step`` is the version being trained. Where a ``Part`` or more of the first mini-batch was trained before,
     ``scale`` is what their sums are multiplied by to be parts of its mean; 0: there is none that counts. ``places`` are
-    the numbers in the batch of the sequences that were fed for it."""
+    the numbers in the batch of the sequences that were fed for it. ``chains`` are the numbers, in their order, of
+    sequences that are segments of one trajectory, of those that have steps for a critic; on whatever rank."""
 
     step: int
     updates: list[list[list[Share]]]
     scale: float = 0.0
     places: list[int] = []
+    chains: list[list[int]] = []
 
 
 class Part(Record, frozen=True, kw_only=True):
@@ -114,8 +116,11 @@ def plan_work(
         # With nothing to train at all, a dummy is: there must be a gradient to step on.
         dealt = _deal(shares, ranks, hidden, trainer) if left or not kept else [[] for _ in range(ranks)]
         updates.append(dealt)
+    chains = _chains(request.sequences, algorithm.credit)
     return [
-        Work(step=request.step, updates=[update[rank] for update in updates], scale=scale, places=[*done])
+        Work(
+            step=request.step, updates=[update[rank] for update in updates], scale=scale, places=[*done], chains=chains
+        )
         for rank in range(ranks)
     ]
 
@@ -179,6 +184,16 @@ def step_lengths(sequence: TrainSequence, credit: str) -> list[int]:
     turns there are no steps."""
     counts = generated_per_turn(sequence.loss_mask, sequence.turn_ends) if sequence.turn_rewards else []
     return [1] * sum(counts) if credit == "token" else [count for count in counts if count]
+
+
+def _chains(sequences: Sequence[TrainSequence], credit: str) -> list[list[int]]:
+    chains: list[list[int]] = []
+    for number, sequence in enumerate(sequences):
+        if not (sequence.continues and chains):
+            chains.append([])
+        if step_lengths(sequence, credit):
+            chains[-1].append(number)
+    return [chain for chain in chains if len(chain) > 1]
 
 
 def _check(number: int, sequence: TrainSequence, vocabulary: int) -> tuple[NDArray[np.int8], NDArray[np.float32]]:

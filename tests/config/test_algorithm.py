@@ -72,8 +72,6 @@ def test_a_critic_needs_steps_and_something_to_learn() -> None:
     )
     assert refused(gae | {"value_coef": 0.0}).startswith("algorithm.value_coef = 0.0: must be more than 0")
     assert refused(gae | {"critic": "head"}) == "algorithm.critic: unknown 'head'; known are value_head, model"
-    assert refused(gae, env={"max_turns": 2}).startswith("rollout.history = segments: a critic sees no further than")
-    load_table({"algorithm": gae, "env": {"max_turns": 2}, "rollout": {"history": "keep"}})
     assert load_table({"algorithm": gae}).algorithm.uses_critic
     assert not load_table({}).algorithm.uses_critic
 

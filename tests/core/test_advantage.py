@@ -24,6 +24,7 @@ from asyncrl.core.advantage import (
     overlong,
     returns,
     rloo,
+    split_rewards,
 )
 from asyncrl.core.types import Batch, Group, Task, Trajectory
 
@@ -118,6 +119,36 @@ def test_with_lambda_one_gae_is_the_return_minus_the_value(r: list[float], gamma
     values = [0.5 * i for i in range(len(r))]
     expected = np.array(returns(r, gamma)) - values
     assert gae(r, values, gamma, 1.0) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@given(st.lists(rewards, min_size=2, max_size=4), st.floats(0, 1), st.floats(0, 1), st.integers(0, 2**31))
+def test_gae_of_parts_is_that_of_the_whole(parts: list[list[float]], gamma: float, lam: float, seed: int) -> None:
+    """From the last part to the first, each with what comes after it."""
+    draw = np.random.default_rng(seed)
+    values = [draw.normal(size=len(part)).tolist() for part in parts]
+    found: list[float] = []
+    after = 0.0
+    for r, v in zip(reversed(parts), reversed(values), strict=True):
+        found = gae(r, v, gamma, lam, after) + found
+        after = gamma * (v[0] + lam * found[0])
+    assert found == pytest.approx(gae(flat(parts), flat(values), gamma, lam), rel=1e-9, abs=1e-9)
+
+
+def test_rewards_are_split_where_segments_end() -> None:
+    mask = bytes([0, 1, 0, 1, 1, 0, 0, 1, 0])
+    turns = TurnRewards(ends=(2, 5, 8, 8, 9), rewards=(1.0, 2.0, 4.0, 8.0, 16.0))
+    assert split_rewards(turns, mask, (5, 9)) == [
+        TurnRewards(ends=(2, 5), rewards=(1.0, 2.0)),
+        TurnRewards(ends=(3, 3, 4), rewards=(28.0, 0.0, 0.0)),
+    ]
+    # The second turn lies across a border; the third has no token, and its segment none before it.
+    turns = TurnRewards(ends=(2, 5, 6, 9), rewards=(1.0, 2.0, 4.0, 8.0))
+    assert split_rewards(turns, mask, (4, 5, 7, 9)) == [
+        TurnRewards(ends=(2, 4), rewards=(1.0, 0.0)),
+        TurnRewards(ends=(1,), rewards=(6.0,)),
+        TurnRewards(ends=(1, 2), rewards=(0.0, 0.0)),
+        TurnRewards(ends=(2,), rewards=(8.0,)),
+    ]
 
 
 def test_returns_by_hand() -> None:

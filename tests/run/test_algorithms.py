@@ -35,6 +35,11 @@ class Dialogue(asyncrl.Env):
     async def step(self, action):
         self.turn += 1
         return asyncrl.Step(observation="1=", reward=action.text.count("0") / 12, done=self.turn == 3)
+
+async def two_questions(task, agent):
+    await agent.complete(task.data["prompt"])
+    reply = await agent.complete("2+2=")
+    return reply.text.count("0") / 12
 """
 
 
@@ -84,6 +89,23 @@ def test_turns_are_credited_one_by_one_in_a_dialogue(train: Start, tiny_recipe: 
     )
     assert run.wait() == 0, run.text()
     assert all(line["trainer/grad_norm"] > 0 for line in run.lines("metrics.jsonl"))
+
+
+def test_a_critic_judges_segments_by_those_that_follow(train: Start, tiny_recipe: Path, own: Path) -> None:
+    run = train(
+        *["--set", f"env.target={own}:two_questions", "--set", "env.max_turns=2", "--set", "run.steps=3"],
+        *set_("advantage=gae", "credit=turn", "gamma=0.5", "gae_lambda=1.0"),
+    )
+    assert run.wait() == 0, run.text()
+    run.check_ended_cleanly()
+    trained = [line for line in run.lines("trajectories.jsonl") if line["state"] == "consumed"]
+    assert all(len(line["segment_ends"]) == 2 for line in trained)
+    # Two steps a trajectory, of which the first has half the return of the second.
+    of_first = [line["reward"] for line in trained if line["step"] == 0]
+    assert len(of_first) == 16
+    metrics = run.lines("metrics.jsonl")
+    assert metrics[0]["trainer/return_mean"] == pytest.approx(0.75 * sum(of_first) / 16, rel=1e-4)
+    assert all(line["trainer/value_loss"] > 0 for line in metrics)
 
 
 @pytest.mark.parametrize(

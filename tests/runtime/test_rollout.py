@@ -171,6 +171,38 @@ def test_two_requests_from_one_place_at_once(tmp_path: Path) -> None:
     assert len(played.segments) == 2
 
 
+def test_in_order_a_conversation_goes_on_in_a_new_segment_once_another_had_its_turn(tmp_path: Path) -> None:
+    async def rollout(task: Task, agent: Agent) -> float:
+        messages: list[Any] = [say("user", "hi")]
+        for i in range(3):
+            messages.append((await agent.chat(messages)).message)
+            agent.reward(i)
+            if i == 1:
+                await agent.chat([say("user", "sub")])
+                agent.reward(10)
+            messages.append(say("user", f"more {i}"))
+        return 100
+
+    played = play(tmp_path, rollout, in_order=True)
+    played.check_prompts()
+    assert [turn.new_segment for turn in played.episode.turns] == [False, False, True, True]
+    assert [turn.reward for turn in played.episode.turns] == [0, 1, 10, 102]
+    first, _, last = played.segments
+    assert last[: len(first)] == first
+    _, mask, _, _ = flatten(played.episode.turns)
+    assert sum(mask[-len(last) :][: len(first)]) == 0, "what was sampled once is trained once"
+
+
+def test_in_order_two_requests_at_once_are_refused(tmp_path: Path) -> None:
+    async def rollout(task: Task, agent: Agent) -> None:
+        async with asyncio.TaskGroup() as group:
+            for word in ("left", "right"):
+                group.create_task(agent.chat([say("user", word)]))
+
+    says = failure(tmp_path, rollout, in_order=True)
+    assert 'one request at a time: algorithm.advantage = "gae" judges each generation by what came after it' in says
+
+
 def test_a_request_that_is_cancelled_leaves_no_trace(tmp_path: Path) -> None:
     async def rollout(task: Task, agent: Agent) -> float:
         messages: list[Any] = [say("user", "hi")]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from array import array
 
+import msgspec
+
 from asyncrl.core.advantage import TurnRewards
 from asyncrl.core.types import Batch, Group, Task, Trajectory
 
@@ -61,3 +63,16 @@ def make_rewards(batch: Batch, seed: int) -> list[TurnRewards]:
             ends.insert(draw.randint(0, 1), ends[0])
         made.append(TurnRewards(ends=tuple(ends), rewards=tuple(draw.gauss(0, 1) for _ in ends)))
     return made
+
+
+def in_segments(batch: Batch, rewards: list[TurnRewards]) -> Batch:
+    """Each trajectory cut where its turns end, and behind its last generated token: the last segment may have none."""
+    replace = msgspec.structs.replace
+    turns = iter(rewards)
+
+    def cut(t: Trajectory) -> Trajectory:
+        borders = {*next(turns).ends, t.loss_mask.tobytes().rfind(1) + 1, len(t.tokens)}
+        return replace(t, segment_ends=tuple(sorted(borders)) if len(borders) > 1 else ())
+
+    groups = tuple(replace(g, trajectories=tuple(map(cut, g.trajectories))) for g in batch.groups)
+    return replace(batch, groups=groups)

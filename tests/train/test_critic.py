@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,8 @@ from asyncrl.config import AlgorithmConfig, ModelConfig, Recipe, TrainerConfig
 from asyncrl.core.advantage import EPSILON, TurnRewards
 from asyncrl.core.types import Batch
 from asyncrl.train import critic, description, model
-from asyncrl.train.client import train_request
-from asyncrl.train.critic import Judged
+from asyncrl.train.client import train_request, train_sequences
+from asyncrl.train.critic import Judged, Seen
 from asyncrl.train.description import CheckpointError
 from asyncrl.train.model import ModelError
 from asyncrl.train.rank import Rank
@@ -28,7 +30,7 @@ from asyncrl.train.work import StepRefused, Work, plan_work, step_lengths
 from asyncrl.wire import TrainReq, TrainSequence
 
 from . import reference
-from .batches import VOCABULARY, make_batch, make_rewards
+from .batches import VOCABULARY, in_segments, make_batch, make_rewards
 from .ranks import on_ranks
 from .test_checkpoint import assert_same, save, state
 
@@ -113,20 +115,47 @@ def test_by_hand() -> None:
     sequence = train_request(make_batch(0, seed=0), [0.0] * 16).sequences[0]
     sequence = msgspec.structs.replace(sequence, loss_mask=b"\0\1\1\0\1\0", turn_ends=(3, 6), turn_rewards=(0.0, 4.0))
     share = critic.Share(sequence=sequence, number=0, weight=0.1, value_weight=0.5)
-    values, penalties = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 0.0, 1.0])
+    seen = Seen(shares=[share], values=torch.tensor([1.0, 2.0, 3.0]), penalties=torch.tensor([0.0, 0.0, 1.0]))
     keys = {"advantage": "gae", "gamma": 0.5, "gae_lambda": 0.5}
     # δ of tokens: 0 + 0.5·2 − 1 = 0; 0 + 0.5·3 − 2 = −0.5; (4 − 1) − 3 = 0
-    judged = critic.judge([share], values, penalties, AlgorithmConfig(credit="token", **keys))
+    judged = critic.judge(seen, AlgorithmConfig(credit="token", **keys), {})
     assert judged.advantages.tolist() == [-0.125, -0.5, 0.0]
     assert judged.returns.tolist() == [0.875, 1.5, 3.0]
     assert judged.weights.tolist() == [0.5, 0.5, 0.5]
     assert judged.moments[3:].tolist() == [3, 5.375, 0.875**2 + 1.5**2 + 9, -0.625, 0.125**2 + 0.25, 6.0]
     # δ of turns: 0 + 0.5·3 − 1 = 0.5; (4 − 1) − 3 = 0
-    judged = critic.judge([share], values, penalties, AlgorithmConfig(credit="turn", **keys))
+    judged = critic.judge(seen, AlgorithmConfig(credit="turn", **keys), {})
     assert judged.advantages.tolist() == [0.5, 0.5, 0.0]
     assert judged.returns.tolist() == [1.5, 0.0, 3.0]
     assert judged.weights.tolist() == [0.5, 0.0, 0.5]
     assert judged.moments[:6].tolist() == [3, 1.0, 0.5, 2, 4.5, 1.5**2 + 9]
+
+
+def test_segments_by_hand() -> None:
+    """Three turns of two tokens, one and one, each a segment, of which the last brings 4; γ = λ = 0.5."""
+    batch = make_batch(0, seed=0, groups=1, group_size=1)
+    (trajectory,) = batch.trajectories
+    columns = {name: getattr(trajectory, name)[:8] for name in ("tokens", "logprobs", "versions")}
+    mask = array("b", [0, 1, 1, 0, 1, 0, 0, 1])
+    one = msgspec.structs.replace(trajectory, loss_mask=mask, **columns, segment_ends=(3, 5, 8))
+    sequences = train_sequences(one, TurnRewards(ends=(3, 5, 8), rewards=(0.0, 0.0, 4.0)))
+    shares = [critic.Share(sequence=s, number=n, weight=0.1) for n, s in enumerate(sequences, 7)]
+    # Two micro-batches, the last segment in the first of them.
+    apart = (
+        Seen(shares=[shares[2], shares[0]], values=torch.tensor([2.0, 1.0, 2.0]), penalties=None),
+        Seen(shares=[shares[1]], values=torch.tensor([3.0]), penalties=None),
+    )
+    for credit, expected in (
+        # δ of tokens: 0.5·2 − 1 = 0; 0.5·3 − 2 = −0.5; 0.5·2 − 3 = −2; 4 − 2 = 2
+        ("token", [[2.0, -0.21875, -0.875], [-1.5]]),
+        # δ of turns: 0.5·3 − 1 = 0.5; 0.5·2 − 3 = −2; 4 − 2 = 2
+        ("turn", [[2.0, 0.125, 0.125], [-1.5]]),
+    ):
+        algorithm = AlgorithmConfig(advantage="gae", gamma=0.5, gae_lambda=0.5, credit=credit)
+        links = critic.links(apart[0], algorithm) | critic.links(apart[1], algorithm)
+        after = critic.behind([[7, 8, 9]], [links[number] for number in (7, 8, 9)])
+        assert after == {9: 0.0, 8: 0.5 * (2 + 0.5 * 2.0), 7: 0.5 * (3 - 0.5 * 1.5)}
+        assert [critic.judge(seen, algorithm, after).advantages.tolist() for seen in apart] == expected
 
 
 def test_advantages_are_normalised_over_all_tokens_of_the_batch() -> None:
@@ -147,24 +176,30 @@ def test_advantages_are_normalised_over_all_tokens_of_the_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "credit", "options"),
+    ("kind", "credit", "segments", "options"),
     [
-        ("value_head", "token", {}),
-        ("value_head", "turn", {"aggregation": "sequence_mean", "advantage_norm": "none"}),
-        ("value_head", "token", {"kl_coef": 0.3, "kl_in": "reward", "kl": "k3"}),
-        ("model", "turn", {"kl_coef": 0.3, "kl_in": "reward", "kl": "k1"}),
-        ("model", "token", {"aggregation": "sequence_mean"}),
+        ("value_head", "token", False, {}),
+        ("value_head", "turn", False, {"aggregation": "sequence_mean", "advantage_norm": "none"}),
+        ("value_head", "token", False, {"kl_coef": 0.3, "kl_in": "reward", "kl": "k3"}),
+        ("model", "turn", False, {"kl_coef": 0.3, "kl_in": "reward", "kl": "k1"}),
+        ("model", "token", False, {"aggregation": "sequence_mean"}),
+        ("value_head", "token", True, {}),
+        ("model", "turn", True, {"kl_coef": 0.3, "kl_in": "reward", "kl": "k1"}),
     ],
 )
 def test_a_step_equals_a_plain_float64_reference(
-    model_folder: Path, other_model: Path, kind: str, credit: str, options: dict[str, Any]
+    model_folder: Path, other_model: Path, kind: str, credit: str, segments: bool, options: dict[str, Any]
 ) -> None:
-    """Sequence by sequence through transformers in float64: values, advantages, both losses, and their gradients."""
+    """Sequence by sequence through transformers in float64: values, advantages, both losses, and their gradients. GAE
+    is of whole trajectories, whose segments the models see one by one."""
     own = {"critic_path": str(other_model)} if kind == "model" else {}
     one = rank(model_folder, critic=kind, credit=credit, reference=str(other_model), **own, **options)
     o = one.recipe.algorithm
     batch = make_batch(0, seed=3)
     rewards = make_rewards(batch, 3)
+    if segments:
+        batch = in_segments(batch, rewards)
+        assert {len(t.segment_ends) for t in batch.trajectories} >= {0, 2, 3}
     weight, bias = (p.full_tensor().double().numpy().copy() for p in head(one).values())
     metrics = one.learner.step(work_of(one, batch, rewards))
 
@@ -174,15 +209,17 @@ def test_a_step_equals_a_plain_float64_reference(
     w, b = torch.tensor(weight[0], requires_grad=True), torch.tensor(bias[0], requires_grad=True)
     seen = []
     for t, turns in zip(batch.trajectories, rewards, strict=True):
-        tokens, trained = torch.tensor(t.tokens), np.flatnonzero(t.loss_mask)
-        chosen = lm(input_ids=tokens[None]).logits[0].log_softmax(-1)[trained - 1, tokens[trained]]
-        values = trunk(input_ids=tokens[None]).last_hidden_state[0][trained - 1] @ w + b
-        penalties = np.zeros(len(trained))
-        if o.kl_coef:
+        pieces = []
+        for start, end in pairwise((0, *(t.segment_ends or (len(t.tokens),)))):
+            tokens, trained = torch.tensor(t.tokens[start:end]), np.flatnonzero(t.loss_mask[start:end])
+            chosen = lm(input_ids=tokens[None]).logits[0].log_softmax(-1)[trained - 1, tokens[trained]]
+            values = trunk(input_ids=tokens[None]).last_hidden_state[0][trained - 1] @ w + b
             with torch.no_grad():
                 referred = other(input_ids=tokens[None]).logits[0].log_softmax(-1)[trained - 1, tokens[trained]]
-            gaps = (chosen.detach() - referred).tolist()
-            penalties = o.kl_coef * np.array([reference.KLS[o.kl](gap) for gap in gaps])
+            pieces.append((chosen, values, chosen.detach() - referred))
+        chosen, values, gaps = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+        penalties = o.kl_coef * np.array([reference.KLS[o.kl](gap) for gap in gaps.tolist()])
+        trained = np.flatnonzero(t.loss_mask)
         pairs = list(zip(turns.ends, turns.rewards, strict=True))
         advantages, targets = reference.estimate(np.array(t.loss_mask), pairs, values.detach().numpy(), penalties, o)
         behaviour = np.array(t.logprobs)[trained]
@@ -356,12 +393,14 @@ def test_turns_that_do_not_fit_are_refused(turns: TurnRewards, says: str) -> Non
 
 
 def on_rank(folder: Path, critic: str) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Two steps of four updates on this rank's share: the last one's metrics, and the whole parameters."""
+    """Two steps of four updates on this rank's share, of segments in the second: the last one's metrics, and the whole
+    parameters."""
     one = rank(folder, seed=None, critic=critic, mini_batches=2, epochs=2, kl_coef=0.1, kl_in="reward", value_clip=0.01)
     for step in range(2):
         batch = make_batch(step, seed=step)
+        rewards = make_rewards(batch, step)
         works = plan_work(
-            train_request(batch, make_rewards(batch, step)),
+            train_request(in_segments(batch, rewards) if step else batch, rewards),
             ranks=dist.get_world_size(),
             vocabulary=VOCABULARY,
             hidden=32,

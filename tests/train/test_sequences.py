@@ -5,11 +5,9 @@ from __future__ import annotations
 from array import array
 
 import msgspec
-import pytest
 
 from asyncrl.core.advantage import TurnRewards
 from asyncrl.core.types import Batch, Group, Task, Trajectory
-from asyncrl.ports import TrainerError
 from asyncrl.train.client import train_request, train_sequences
 
 from .batches import make_batch
@@ -37,13 +35,13 @@ def segmented(id: int, *lengths: int) -> Trajectory:
     )
 
 
-def test_segments_are_refused_where_a_critic_is_to_judge_them() -> None:
+def test_each_segment_has_the_rewards_of_its_turns() -> None:
     one, several = segmented(0, 4), segmented(1, 4, 2)
-    rewards = TurnRewards(ends=(4,), rewards=(1.0,))
-    [sequence] = train_sequences(one, rewards)
-    assert (sequence.turn_ends, sequence.turn_rewards) == ((4,), (1.0,))
-    with pytest.raises(TrainerError, match=r'a trajectory has several segments; set rollout\.history = "keep"'):
-        train_sequences(several, rewards)
+    [sequence] = train_sequences(one, TurnRewards(ends=(4,), rewards=(1.0,)))
+    assert (sequence.turn_ends, sequence.turn_rewards, sequence.continues) == ((4,), (1.0,), False)
+    first, second = train_sequences(several, TurnRewards(ends=(2, 4, 6), rewards=(1.0, 2.0, 3.0)))
+    assert (first.turn_ends, first.turn_rewards, first.continues) == ((2, 4), (1.0, 2.0), False)
+    assert (second.turn_ends, second.turn_rewards, second.continues) == ((2,), (3.0,), True)
 
 
 def test_each_segment_is_a_sequence_with_its_part_of_every_column() -> None:
