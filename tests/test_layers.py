@@ -105,7 +105,7 @@ def test_every_exception_to_the_layers_is_in_use() -> None:
 def test_every_top_level_name_has_its_place() -> None:
     worlds = {"runtime", "engine", "serve", "train", "weights", "sim", "envs", "observe"}
     worlds |= {"workers", "env_workers", "processes", "servers", "tokenizer", "watchdog", "loading", "checksum"}
-    worlds |= {"garbage"}
+    worlds |= {"garbage", "tiny"}
     assert {name.partition(".")[0] for name in NAMES} == worlds | set(HEIGHT)
 
 

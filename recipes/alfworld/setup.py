@@ -24,13 +24,14 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch.nn import functional
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from asyncrl import Action, Task
+from asyncrl import Action, Task, tiny
 from asyncrl.envs.alfworld import ALFWorld, renamed, rows
 from asyncrl.envs.alfworld_engine import AlfredEngine
 from asyncrl.envs.alfworld_expert import Expert, things
 from asyncrl.envs.alfworld_games import Split, generate, plausible
+from asyncrl.tiny import IGNORE
 
 GAMES: dict[Split, int] = {"train": 480, "valid_seen": 24, "valid_unseen": 24}
 TYPES = ("pick_and_place_simple", "look_at_obj_in_light", "pick_clean_then_place_in_recep")
@@ -51,7 +52,6 @@ MISTAKES = 0.08
 """Of the turns come after a command that fails."""
 MAX_LOSS = 0.8
 """The warm start fails if the mean loss of a command's words is above this at its end."""
-IGNORE = -100
 PHRASES = (
     "You are in the middle of a room|Your task is to|You (?:arrive at|open|pick up|move|clean|heat|cool|turn on|close)"
     "|Nothing happens|is closed|is open|see nothing|go to"
@@ -147,22 +147,7 @@ def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        initializer_range=0.1,  # about 1/sqrt(hidden): with the usual 0.02 so small a model learns several times slower
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
-    model = Qwen3ForCausalLM(config)
+    model = tiny.qwen3(tokenizer, max_tokens=1024, layers=3)
     # "mug 2" begins near "mug": the task names the kind, the room its copies.
     embeddings = model.get_input_embeddings().weight.data
     vocab = tokenizer.get_vocab()
@@ -252,12 +237,10 @@ def warm_start(
             encoded(tokenizer, names.renamed(turns, rng), partial(names.mistake, rng))
             for turns in rng.sample(episodes, BATCH)
         ]
-        width = max(len(ids) for ids, _ in batch)
-        ids = torch.tensor([ids + [int(tokenizer.pad_token_id)] * (width - len(ids)) for ids, _ in batch])
-        labels = torch.tensor([labels + [IGNORE] * (width - len(labels)) for _, labels in batch])
-        hidden = model.model(ids[:, :-1]).last_hidden_state
-        written = labels[:, 1:] != IGNORE
-        loss = functional.cross_entropy(model.lm_head(hidden[written]), labels[:, 1:][written])
+        ids, labels = tiny.batch(batch, int(tokenizer.pad_token_id))
+        hidden = model.model(ids).last_hidden_state
+        written = labels != IGNORE
+        loss = functional.cross_entropy(model.lm_head(hidden[written]), labels[written])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -306,10 +289,7 @@ def main() -> int:
     names = Names(episodes)
     played = [variant for row in train for variant in names.variants(row, env, rng)]
     env.close()
-    for name, part in (("train", played), ("heldout", heldout)):
-        (args.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    model.save_pretrained(args.out / "model")
-    tokenizer.save_pretrained(args.out / "model")
+    tiny.save(args.out, model, tokenizer, {"train": played, "heldout": heldout})
     return 0
 
 

@@ -11,7 +11,6 @@ samples, and has to learn care from the reward: the longer the answer, the more 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import sys
@@ -20,9 +19,10 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from torch.nn import functional
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from transformers.utils import logging
+
+from asyncrl import tiny
 
 WIDTH = 32
 """Digits that fit into a prompt; shorter ones are filled up with dots."""
@@ -32,14 +32,8 @@ TARGET = 0.2
 """The warm start ends at this exact-match accuracy, sampled at temperature 1."""
 BATCH = 64
 MAX_STEPS = 400
-CHECK_EVERY = 25
-IGNORE = -100
 
 Row = dict[str, str]
-
-
-class SetupError(Exception):
-    """The warm start did not reach what the recipe needs; one line."""
 
 
 def draw_digits(rng: random.Random) -> list[int]:
@@ -82,82 +76,21 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=128,
-        initializer_range=0.1,  # about 1/sqrt(hidden): with the usual 0.02 so small a model learns several times slower
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
-    return Qwen3ForCausalLM(config)
-
-
 def demonstrations(tokenizer: PreTrainedTokenizerFast, rng: random.Random, hidden: set[str]) -> tuple[Tensor, Tensor]:
-    """A batch of the careless teacher's work: ids and next-token labels [rows, tokens]. No held-out prompt is shown."""
-    texts: list[tuple[list[int], list[int]]] = []
-    while len(texts) < BATCH:
+    """A batch of the careless teacher's work, as ``tiny.batch`` has it. No held-out prompt is shown."""
+    rows: list[tuple[list[int], list[int]]] = []
+    while len(rows) < BATCH:
         digits = draw_digits(rng)
         row = make_row(digits, running_sums(digits, SLIP, rng))
         if row["prompt"] not in hidden:
-            texts.append((tokenizer.encode(row["prompt"]), [*tokenizer.encode(row["answer"]), tokenizer.eos_token_id]))
-    width = max(len(prompt) + len(answer) for prompt, answer in texts)
-    ids = torch.full((BATCH, width), int(tokenizer.pad_token_id))
-    labels = torch.full((BATCH, width), IGNORE)
-    for i, (prompt, answer) in enumerate(texts):
-        ids[i, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
-        labels[i, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
-    return ids[:, :-1], labels[:, 1:]
+            rows.append(tiny.dialogue(tokenizer, [(row["prompt"], row["answer"])]))
+    return tiny.batch(rows, int(tokenizer.pad_token_id))
 
 
-@torch.no_grad()
 def accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[Row]) -> float:
     """Share of rows answered exactly right, sampled at temperature 1."""
-    inputs = tokenizer([row["prompt"] for row in rows], return_tensors="pt", return_token_type_ids=False)
-    out = model.generate(**inputs, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=WIDTH + 1)
-    replies = [tokenizer.decode(ids).partition("<eos>") for ids in out[:, inputs["input_ids"].shape[1] :]]
-    return sum(bool(end) and text == row["answer"] for row, (text, end, _) in zip(rows, replies, strict=True)) / len(
-        rows
-    )
-
-
-def warm_start(
-    model: Qwen3ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    rng: random.Random,
-    heldout: list[Row],
-    *,
-    max_steps: int,
-    target: float,
-) -> float:
-    """Train until ``target``; the accuracy reached. Raises ``SetupError``."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.0)
-    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 30))
-    hidden = {row["prompt"] for row in heldout}
-    reached = 0.0
-    for step in range(1, max_steps + 1):
-        ids, labels = demonstrations(tokenizer, rng, hidden)
-        logits = model(ids).logits
-        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        warmup.step()
-        if step % CHECK_EVERY == 0 or step == max_steps:
-            reached = accuracy(model, tokenizer, heldout)
-            print(f"setup: warm start, step {step}: loss {loss.item():.3f}, accuracy {reached:.3f}", flush=True)
-            if reached >= target:
-                return reached
-    raise SetupError(f"the warm start reached an accuracy of {reached:.3f} in {max_steps} steps, not {target}")
+    replies = tiny.sample(model, tokenizer, [row["prompt"] for row in rows], WIDTH + 1)
+    return sum(reply == row["answer"] for reply, row in zip(replies, rows, strict=True)) / len(rows)
 
 
 def main() -> int:
@@ -176,17 +109,20 @@ def main() -> int:
     rows = make_rows(rng, args.train + args.heldout)
     train, heldout = rows[: args.train], rows[args.train :]
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
+    model = tiny.qwen3(tokenizer, max_tokens=128)
+    hidden = {row["prompt"] for row in heldout}
     try:
-        warm_start(model, tokenizer, rng, heldout, max_steps=args.max_steps, target=args.target)
-    except SetupError as error:
+        tiny.warm_start(
+            model,
+            lambda: demonstrations(tokenizer, rng, hidden),
+            lambda: accuracy(model, tokenizer, heldout),
+            max_steps=args.max_steps,
+            target=args.target,
+        )
+    except tiny.WarmStartError as error:
         print(f"setup: {error}", file=sys.stderr)
         return 1
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name, part in (("train", train), ("heldout", heldout)):
-        (args.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    model.save_pretrained(args.out / "model")
-    tokenizer.save_pretrained(args.out / "model")
+    tiny.save(args.out, model, tokenizer, {"train": train, "heldout": heldout})
     return 0
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from env import broken_line
-from model import ModelError, warm_start
+from model import warm_start
 
 from asyncrl.env import EnvDown
 from asyncrl.envs.sandbox import Limits, open_sandbox
@@ -29,6 +29,7 @@ from asyncrl.envs.sandbox.bubblewrap import NOBODY
 from asyncrl.envs.swe import SWE, parse_row
 from asyncrl.envs.swe.mutation import Mutation, bug_patch, mutations
 from asyncrl.envs.swe.repository import run_pytest
+from asyncrl.tiny import WarmStartError
 
 
 class Package(NamedTuple):
@@ -199,7 +200,7 @@ async def make(out: Path, packages: list[str], count: int, heldout: int, seed: i
         print(f"setup: {len(rows)} of {count} tasks", flush=True)
     random.Random(seed).shuffle(rows)
     pairs = [(bad.strip(), good.strip()) for _, bad, good in (broken_line(parse_row(row)) for row in rows[heldout:])]
-    warm_start(out / "model", pairs, seed=seed)
+    warm_start(out, pairs, seed=seed)
     for split, part in (("train", rows[heldout:]), ("heldout", rows[:heldout])):
         (out / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
 
@@ -214,11 +215,11 @@ def main() -> int:
     args = parser.parse_args()
     try:
         asyncio.run(make(args.out, args.packages, args.tasks, args.heldout, args.seed))
-    except (SetupError, ModelError, EnvDown, ValueError, OSError, ExceptionGroup) as raised:
+    except (SetupError, WarmStartError, EnvDown, ValueError, OSError, ExceptionGroup) as raised:
         error: Exception = raised
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
-        if not isinstance(error, SetupError | ModelError | EnvDown | ValueError | OSError):
+        if not isinstance(error, SetupError | WarmStartError | EnvDown | ValueError | OSError):
             raise
         print(f"setup: {error}", file=sys.stderr)
         return 1

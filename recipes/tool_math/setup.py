@@ -19,7 +19,6 @@ tool's answer is right, and only of the right program.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import sys
@@ -28,9 +27,10 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from torch.nn import functional
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from transformers.utils import logging
+
+from asyncrl import tiny
 
 GUESS = 0.5
 """How often the teacher answers without the tool."""
@@ -40,17 +40,12 @@ TARGET = 0.2
 """The warm start ends at this share of right answers, sampled at temperature 1."""
 BATCH = 64
 MAX_STEPS = 600
-CHECK_EVERY = 25
-IGNORE = -100
+MAX_NEW_TOKENS = 16
 PIECES = ["```python\nprint(", ")\n```", "\n```output\n", "\n```\n", "#### "]
 CALL = re.compile(r"```python\nprint\((\d{3}\*\d\d[+-]\d{3})\)\n```")
 
 Turn = tuple[str, str]
 """What was said to the model, and what it has to write."""
-
-
-class SetupError(Exception):
-    """The warm start did not reach what the recipe needs; one line."""
 
 
 def draw_problem(rng: random.Random) -> tuple[str, int]:
@@ -105,92 +100,23 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        initializer_range=0.1,  # about 1/sqrt(hidden): with the usual 0.02 so small a model learns several times slower
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
-    return Qwen3ForCausalLM(config)
-
-
 def demonstrations(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[Tensor, Tensor]:
-    """A batch of the careless teacher's work: ids and next-token labels [rows, tokens]."""
-    rows: list[tuple[list[int], list[int]]] = []
-    for _ in range(BATCH):
-        ids: list[int] = []
-        labels: list[int] = []
-        for said, reply in demonstrate(rng):
-            seen, written = tokenizer.encode(said), [*tokenizer.encode(reply), int(tokenizer.eos_token_id)]
-            ids += seen + written
-            labels += [IGNORE] * len(seen) + written
-        rows.append((ids, labels))
-    width = max(len(ids) for ids, _ in rows)
-    ids = torch.tensor([row + [int(tokenizer.pad_token_id)] * (width - len(row)) for row, _ in rows])
-    labels = torch.tensor([row + [IGNORE] * (width - len(row)) for _, row in rows])
-    return ids[:, :-1], labels[:, 1:]
-
-
-@torch.no_grad()
-def sample(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[str]:
-    """A turn after each text, all of the same number of tokens, at temperature 1."""
-    inputs = tokenizer(texts, return_tensors="pt", return_token_type_ids=False)
-    out = model.generate(**inputs, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=16)
-    return [tokenizer.decode(ids).partition("<eos>")[0] for ids in out[:, inputs["input_ids"].shape[1] :]]
+    """A batch of the careless teacher's work, as ``tiny.batch`` has it."""
+    return tiny.batch([tiny.dialogue(tokenizer, demonstrate(rng)) for _ in range(BATCH)], int(tokenizer.pad_token_id))
 
 
 def accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> float:
     """Share of rows solved by a right program and its output; a lucky guess does not count."""
-    first = sample(model, tokenizer, [row["question"] for row in rows])
+    first = tiny.sample(model, tokenizer, [row["question"] for row in rows], MAX_NEW_TOKENS)
     dialogues = [
         (f"{row['question']}{reply}<eos>{output_of(call[1])}", row["answer"])
         for row, reply in zip(rows, first, strict=True)
-        if (call := CALL.fullmatch(reply)) and f"{call[1]}=" == row["question"]
+        if (call := CALL.fullmatch(reply or "")) and f"{call[1]}=" == row["question"]
     ]
     if not dialogues:
         return 0.0
-    second = sample(model, tokenizer, [text for text, _ in dialogues])
+    second = tiny.sample(model, tokenizer, [text for text, _ in dialogues], MAX_NEW_TOKENS)
     return sum(reply == answer for reply, (_, answer) in zip(second, dialogues, strict=True)) / len(rows)
-
-
-def warm_start(
-    model: Qwen3ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    rng: random.Random,
-    heldout: list[dict[str, str]],
-    *,
-    max_steps: int,
-    target: float,
-) -> float:
-    """Train until ``target``; the accuracy reached. Raises ``SetupError``."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.0)
-    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 30))
-    reached = 0.0
-    for step in range(1, max_steps + 1):
-        ids, labels = demonstrations(tokenizer, rng)
-        logits = model(ids).logits
-        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        warmup.step()
-        if step % CHECK_EVERY == 0 or step == max_steps:
-            reached = accuracy(model, tokenizer, heldout)
-            print(f"setup: warm start, step {step}: loss {loss.item():.3f}, accuracy {reached:.3f}", flush=True)
-            if reached >= target:
-                return reached
-    raise SetupError(f"the warm start reached an accuracy of {reached:.3f} in {max_steps} steps, not {target}")
 
 
 def main() -> int:
@@ -209,17 +135,19 @@ def main() -> int:
     rows = make_rows(rng, args.train + args.heldout)
     train, heldout = rows[: args.train], rows[args.train :]
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
+    model = tiny.qwen3(tokenizer, max_tokens=512)
     try:
-        warm_start(model, tokenizer, rng, heldout, max_steps=args.max_steps, target=args.target)
-    except SetupError as error:
+        tiny.warm_start(
+            model,
+            lambda: demonstrations(tokenizer, rng),
+            lambda: accuracy(model, tokenizer, heldout),
+            max_steps=args.max_steps,
+            target=args.target,
+        )
+    except tiny.WarmStartError as error:
         print(f"setup: {error}", file=sys.stderr)
         return 1
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name, part in (("train", train), ("heldout", heldout)):
-        (args.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    model.save_pretrained(args.out / "model")
-    tokenizer.save_pretrained(args.out / "model")
+    tiny.save(args.out, model, tokenizer, {"train": train, "heldout": heldout})
     return 0
 
 

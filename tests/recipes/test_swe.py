@@ -105,10 +105,12 @@ def test_a_bug_of_several_lines_is_not_for_the_small_model(monkeypatch: pytest.M
 def test_the_warm_start_leaves_a_model_that_hesitates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoTokenizer
 
+    from asyncrl.tiny import WarmStartError
+
     model = module("model", monkeypatch)
     monkeypatch.setattr(model, "MAX_STEPS", 25)
-    with pytest.raises(model.ModelError, match="of the lines in 25 steps, not 2"):
+    with pytest.raises(WarmStartError, match="in 25 steps, not 2"):
         model.warm_start(tmp_path / "m", [("a < b", "a <= b")], seed=0, target=2.0)
     assert model.warm_start(tmp_path / "m", [("a < b", "a <= b")], seed=0, target=0.0) >= 0
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m" / "model")
     assert tokenizer.decode(tokenizer.encode("if x:  # ok\n")) == "if x:  # ok\n"
