@@ -55,9 +55,14 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="run a recipe")
     _add_recipe(train)
     where = train.add_mutually_exclusive_group()
-    where.add_argument("--run-dir", type=Path, help="where the run is written (default: runs/RECIPE-TIME)")
     where.add_argument(
-        "--resume", type=Path, metavar="RUN", help="go on in this run directory, from its newest or a named checkpoint"
+        "--run-dir", type=Path, help="where the run is written, or goes on (default: a new one, runs/RECIPE-TIME)"
+    )
+    where.add_argument(
+        "--resume",
+        type=Path,
+        metavar="RUN",
+        help="a run directory to go on in, or one of its checkpoints to go back to",
     )
     train.set_defaults(run=_train)
 
@@ -328,11 +333,14 @@ def _fit(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     import uvloop
 
+    from asyncrl.observe.store import STORE
+
     recipe = _load(args)
     now = datetime.now().astimezone()
     run_dir = args.run_dir or Path("runs") / f"{recipe.name}-{now:%Y%m%d-%H%M%S}"
     started = now.isoformat(timespec="seconds")
-    return uvloop.run(_train_until_signal(recipe, run_dir, ["asyncrl", *arguments], started, args.resume))
+    resume = run_dir if (run_dir / STORE).exists() else args.resume
+    return uvloop.run(_train_until_signal(recipe, run_dir, ["asyncrl", *arguments], started, resume))
 
 
 async def _train_until_signal(

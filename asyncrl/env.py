@@ -135,7 +135,8 @@ class Env:
 
     ``reusable``: an object serves one episode after another, ``reset`` again without a ``close`` in between; it is
     closed at the end of its life, or after an episode that failed or was cut short. ``deterministic``: the same task
-    and actions bring the same observations and rewards, which ``asyncrl env check`` then verifies. ``parse_row``, a
+    and actions bring the same observations and rewards, which ``asyncrl env check`` then verifies; so an episode that a
+    process did not live to end goes on in another, by the same actions. ``parse_row``, a
     static method: rows go through it when they are read, and those that give the same are taken once.
     """
 

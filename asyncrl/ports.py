@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from typing import Any, Protocol, TypeVar
 
 from asyncrl.core.advantage import Advantage
+from asyncrl.core.journal import Entry
 from asyncrl.core.types import Batch, Record, Trajectory
 from asyncrl.env import Env
 
@@ -318,3 +319,23 @@ class Observer(Protocol):
 
     def eval(self, version: int, accuracy: float, n: int, details: Mapping[str, float] = ...) -> None:
         """Policy ``version`` played ``n`` held-out episodes; ``details`` are those of ``core.evaluation``."""
+
+
+class RunStore(Protocol):
+    """Where a run's state outlives its processes."""
+
+    def put(self, entry: Entry) -> None:
+        """Remember ``entry``, behind all before it. Never waits."""
+
+    async def committed(self) -> None:
+        """Wait until everything that was put is durable."""
+
+
+class NoStore:
+    """Forgets everything: simulations, and tests of what is around it."""
+
+    def put(self, entry: Entry) -> None:
+        pass
+
+    async def committed(self) -> None:
+        pass

@@ -17,13 +17,14 @@ from asyncrl.build.profile import cost_of
 from asyncrl.config import AlgorithmConfig, EnvConfig, Recipe, RecipeError
 from asyncrl.core.advantage import Advantage, Advantages
 from asyncrl.core.coordinator import Coordinator
+from asyncrl.core.journal import NOTHING, Noted, Saved
 from asyncrl.core.policy.migration import Limits
 from asyncrl.core.policy.routing import ROUTING
 from asyncrl.core.staleness import make_control
 from asyncrl.core.staleness.buffers import StalenessBuffers
 from asyncrl.core.staleness.inflight_cap import InflightCap
 from asyncrl.core.types import Batch, Task
-from asyncrl.ports import Blocking, Engine, EnvSource, Observer, Tokenizer, WeightTransport
+from asyncrl.ports import Blocking, Engine, EnvSource, Observer, RunStore, Tokenizer, WeightTransport
 from asyncrl.runtime.controller import AsyncController, Service
 from asyncrl.runtime.conversation import ChatTemplate
 from asyncrl.runtime.coordination import Coordination
@@ -49,6 +50,8 @@ class Played(msgspec.Struct, kw_only=True):
     train: Sequence[Task]
     heldout: Sequence[Task]
     envs: EnvSource
+    replayable: bool = False
+    """The same task and actions bring the same observations."""
     rollout: Rollout | None = None
     reward: RewardFunction | None = None
     config: EnvConfig
@@ -66,10 +69,9 @@ class World(msgspec.Struct, kw_only=True):
     sources: Mapping[str, Played]
     """By the name that their tasks carry."""
     checkpoint: Callable[[int], Awaitable[None]]
-    tasks_done: int = 0
-    """Where in the order of training tasks a resumed run begins."""
-    baseline: float | None = None
-    """The running mean of returns that a resumed run subtracts first."""
+    store: RunStore
+    saved: Saved = NOTHING
+    """Where another process left the run."""
     own_advantage: Callable[[Batch], Any] | None = None
     services: Sequence[Service] = ()
     gateway: Gateway | None = None
@@ -89,6 +91,8 @@ class Run(msgspec.Struct, kw_only=True):
 async def assemble(recipe: Recipe, world: World) -> Run:
     """Connect to trainer and servers, and wire the runtime over them. Raises ``EngineError``, ``TrainerError`` or
     ``RecipeError``."""
+    saved = world.saved
+    _check_unchanged(recipe, saved)
     version = await world.trainer.connect()
     infos = [await engine.connect() for engine in world.engines]
     context_length = min(info.context_length for info in infos)
@@ -96,20 +100,27 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         raise RecipeError(
             f"rollout.max_tokens = {recipe.rollout.max_tokens}: the servers take at most {context_length}; lower it"
         )
+    consumed = max(version, saved.consumed)
     control = make_control(
         recipe.staleness.control,
         batch=recipe.rollout.batch_groups,
-        bound=recipe.staleness.bound,
+        bound=float(saved.notes.get("bound", recipe.staleness.bound)),
         queue=recipe.staleness.queue,
         redundant=recipe.rollout.max_additional_running_prompts,
-        step=version,
+        step=consumed,
     )
     keeper = None
     if recipe.staleness.adaptive.target and isinstance(control, InflightCap | StalenessBuffers):
         world.observer = keeper = BudgetKeeper(
-            recipe, inner=world.observer, clock=asyncio.get_running_loop().time, set_bound=control.set_bound
+            recipe,
+            inner=world.observer,
+            clock=asyncio.get_running_loop().time,
+            set_bound=control.set_bound,
+            store=world.store,
+            notes=saved.notes,
         )
-    rng = random.Random(f"{recipe.seed}/proxy")
+    life = f"/{saved.life}" if saved.life else ""  # no process draws again what one before it drew
+    rng = random.Random(f"{recipe.seed}/proxy{life}")
     proxy = LLMProxy(
         route=None if recipe.coordinated else ROUTING[recipe.engine.routing],
         observer=world.observer,
@@ -128,7 +139,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
             [(source.weight, source.train) for source in world.sources.values()],
             seed=recipe.seed,
             shuffle=recipe.task.shuffle,
-            done=world.tasks_done,
+            done=saved.tasks_done,
         ),
         group_size=rollout.group_size,
         group_size_redundancy=rollout.group_size_redundancy,
@@ -140,11 +151,18 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         filter_zero_variance=rollout.filter_zero_variance,
         retries=recipe.env.retries,
         backoff_s=recipe.env.backoff_s,
-        rng=random.Random(f"{recipe.seed}/backoff"),
-        total_groups=(recipe.run.steps - version) * rollout.batch_groups,
+        rng=random.Random(f"{recipe.seed}/backoff{life}"),
+        total_groups=(recipe.run.steps - consumed) * rollout.batch_groups,
+        store=world.store,
+        saved=saved,
     )
     if keeper is not None:
-        keeper.keep_idle = buffer.keep_idle
+        keeper.begin(buffer.keep_idle)
+    elif isinstance(control, InflightCap | StalenessBuffers):
+        control.set_bound(recipe.staleness.bound)
+    bound = recipe.staleness.bound if keeper is None else keeper.setting.bound
+    for key, value in {"life": saved.life + 1, "bound": bound, **_fixed(recipe)}.items():
+        world.store.put(Noted(key=key, value=value))
     services: list[Service] = []
     parameters: ParameterServer
     if recipe.coordinated:
@@ -204,6 +222,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         for i in range(rollout.num_envs)
     ]
     advantages = _advantages(recipe.algorithm, world)
+    world.trainer.baseline = advantages.running
     heldout = [task for played in world.sources.values() for task in played.heldout[: recipe.run.eval_tasks or None]]
     controller = AsyncController(
         steps=recipe.run.steps,
@@ -224,6 +243,8 @@ async def assemble(recipe: Recipe, world: World) -> Run:
             proxy=proxy,
             parameters=parameters,
             observer=world.observer,
+            store=world.store,
+            newest=int(saved.notes.get("evaluated", -1)),
         ),
         observer=world.observer,
         checkpoint=world.checkpoint,
@@ -239,6 +260,25 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         ),
     )
     return Run(controller=controller, advantages=advantages, buffer=buffer, proxy=proxy, parameters=parameters)
+
+
+def _fixed(recipe: Recipe) -> dict[str, float | str]:
+    """What a run cannot change while it has groups under way."""
+    rollout = recipe.rollout
+    return {
+        "staleness.control": recipe.staleness.control,
+        "rollout.batch_groups": rollout.batch_groups,
+        "rollout.group_size": rollout.group_size,
+        "rollout.max_additional_running_prompts": rollout.max_additional_running_prompts,
+    }
+
+
+def _check_unchanged(recipe: Recipe, saved: Saved) -> None:
+    for key, value in _fixed(recipe).items():
+        if (before := saved.notes.get(key, value)) != value:
+            raise RecipeError(
+                f"{key} = {value}: the run that is to go on was begun with {before}; set it back, or begin a new run"
+            )
 
 
 def _player(recipe: Recipe, world: World, played: Played, proxy: LLMProxy, template: ChatTemplate) -> Player:
@@ -271,6 +311,7 @@ def _player(recipe: Recipe, world: World, played: Played, proxy: LLMProxy, templ
             reset_timeout_s=None if played.envs.keeps_deadlines else env.reset_timeout_s,
             step_timeout_s=None if played.envs.keeps_deadlines else env.step_timeout_s,
         ),
+        replayable=played.replayable,
     )
 
 
@@ -287,7 +328,7 @@ def _advantages(config: AlgorithmConfig, world: World) -> Advantages:
         overlong_penalty=config.overlong_penalty,
         overlong_filter=config.overlong_filter,
         own=world.own_advantage,
-        running=world.baseline,
+        running=world.saved.baseline,
     )
 
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncrl.config import Recipe
+from asyncrl.core.journal import Noted
 from asyncrl.core.staleness.adaptive import Budget, Setting, propose
 from asyncrl.core.types import Trajectory
 from asyncrl.observe.tally import NO_ARGS, Tally
-from asyncrl.ports import Observer, StepMetrics
+from asyncrl.ports import NoStore, Observer, RunStore, StepMetrics
 
 
 class BudgetKeeper(Observer):
@@ -21,8 +22,16 @@ class BudgetKeeper(Observer):
     ``rollout/slots``, and an instant on the track ``budget`` whose name is the reason."""
 
     def __init__(
-        self, recipe: Recipe, *, inner: Observer, clock: Callable[[], float], set_bound: Callable[[float], None]
+        self,
+        recipe: Recipe,
+        *,
+        inner: Observer,
+        clock: Callable[[], float],
+        set_bound: Callable[[float], None],
+        store: RunStore | None = None,
+        notes: Mapping[str, float | str] = NO_ARGS,
     ) -> None:
+        self._store = store or NoStore()
         adaptive, rollout = recipe.staleness.adaptive, recipe.rollout
         self._inner = inner
         self._tally = Tally(recipe, clock)
@@ -41,9 +50,17 @@ class BudgetKeeper(Observer):
             batch=recipe.batch_trajectories,
             episodes_a_slot=episodes_a_slot,
         )
-        self.setting = Setting(bound=recipe.staleness.bound, num_envs=rollout.num_envs)
+        self.setting = Setting(
+            bound=float(notes.get("bound", recipe.staleness.bound)),
+            num_envs=min(rollout.num_envs, int(notes.get("slots", rollout.num_envs))),
+        )
         self._since = self._tally.newest
         self._staleness: list[int] = []
+
+    def begin(self, keep_idle: Callable[[int], None]) -> None:
+        """With the slots that are in use now."""
+        self.keep_idle = keep_idle
+        keep_idle(self._budget.envs_max - self.setting.num_envs)
 
     def step(self, metrics: StepMetrics) -> None:
         self._tally.step(metrics)
@@ -66,6 +83,8 @@ class BudgetKeeper(Observer):
         self.counter("staleness/bound", at, self.setting.bound)
         self.counter("rollout/slots", at, self.setting.num_envs)
         self._inner.instant("budget", self.setting.reason, at)
+        self._store.put(Noted(key="bound", value=self.setting.bound))
+        self._store.put(Noted(key="slots", value=self.setting.num_envs))
 
     def trajectory(self, trajectory: Trajectory, state: str) -> None:
         self._tally.trajectory(trajectory, state)

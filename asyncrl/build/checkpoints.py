@@ -21,7 +21,8 @@ import msgspec
 
 from asyncrl.config import Recipe, RecipeError
 from asyncrl.core.types import Record
-from asyncrl.observe.run_dir import METRICS, read_lines, write_atomic
+from asyncrl.observe.run_dir import METRICS, SUMMARY, read_lines, write_atomic
+from asyncrl.observe.store import STORE
 from asyncrl.ports import Blocking, CheckpointFailed, CheckpointLost
 from asyncrl.shield import to_the_end
 from asyncrl.train.description import PREFIX, CheckpointError, check, version_of, versions
@@ -53,11 +54,13 @@ class Index(Record, frozen=True, kw_only=True):
 
 
 class ResumePoint(Record, frozen=True, kw_only=True):
-    """The checkpoint that a run in ``run_dir`` goes on from."""
+    """The checkpoint that the trainer of the run in ``run_dir`` goes on from; None: the initial model. ``back``: the
+    run goes back to it, and gives up what came after."""
 
     run_dir: Path
-    checkpoint: Path
+    checkpoint: Path | None
     entry: Entry
+    back: bool
 
 
 class Saver(Protocol):
@@ -97,22 +100,33 @@ def find(path: Path, recipe: Recipe) -> ResumePoint:
     """What ``--resume`` names: a run directory (its newest checkpoint) or one of its checkpoints. Raises
     ``RecipeError`` if the recipe cannot go on from it."""
     path = path.absolute()
-    if (path / FOLDER).is_dir() or version_of(path) is None:
+    back = version_of(path) is not None and not (path / FOLDER).is_dir()
+    if not back:
         if not (found := versions(path / FOLDER)):
-            raise RecipeError(f"--resume {path}: no checkpoint in {path / FOLDER}; begin a new run")
+            if not (path / STORE).exists():
+                raise RecipeError(f"--resume {path}: no checkpoint in {path / FOLDER}; begin a new run")
+            return ResumePoint(run_dir=path, checkpoint=None, entry=Entry(version=0), back=False)
         path = path / FOLDER / f"{PREFIX}{found[-1]}"
     folder = path.parent
     try:
         version = check(path, recipe, Path(recipe.model.path)).version
     except CheckpointError as error:
         raise RecipeError(str(error)) from None
-    if version >= recipe.run.steps:
+    if version >= recipe.run.steps and (back or _finished(folder.parent)):
         raise RecipeError(f"run.steps = {recipe.run.steps}: {path} is of version {version} already; set it higher")
     entry = next((e for e in read_index(folder).checkpoints if e.version == version), None)
     if entry is None:  # killed between the two
         at = [row["time/at"] for row in read_lines(folder.parent / METRICS) if row["version"] == version]
         entry = Entry(version=version, at=at[0] if at else 0.0, tasks=version * recipe.rollout.batch_groups)
-    return ResumePoint(run_dir=folder.parent, checkpoint=path, entry=entry)
+    return ResumePoint(run_dir=folder.parent, checkpoint=path, entry=entry, back=back)
+
+
+def _finished(run_dir: Path) -> bool:
+    """False also for a run that was killed after its last step."""
+    try:
+        return msgspec.json.decode((run_dir / SUMMARY).read_bytes(), type=dict).get("exit") == "finished"
+    except (OSError, msgspec.DecodeError):
+        return False
 
 
 def clear_up(folder: Path) -> None:

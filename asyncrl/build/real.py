@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TextIO
 
 from asyncrl.build import checkpoints
 from asyncrl.build.assemble import Run, World, assemble
 from asyncrl.build.errors import one_line
+from asyncrl.build.resume import restore
 from asyncrl.build.setup import set_up
 from asyncrl.build.sources import load_environments, load_sources
 from asyncrl.config import Recipe, RecipeError, dumps
 from asyncrl.config.relays import relays_of
+from asyncrl.core.journal import NOTHING
 from asyncrl.core.ledger import Ledger
 from asyncrl.engine.health import HealthMonitor
 from asyncrl.engine.sglang import SGLangEngine
@@ -24,6 +27,7 @@ from asyncrl.observe.progress import Progress
 from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.report import write_report
 from asyncrl.observe.run_dir import RECIPE, RunDirError, write_atomic
+from asyncrl.observe.store import Store
 from asyncrl.observe.summary import Summary, write_summary
 from asyncrl.ports import Engine, EngineError, TrainerError, WeightTransport
 from asyncrl.runtime import user_code
@@ -66,17 +70,23 @@ async def train(
     sources = load_sources(recipe, environments)
     tokenizer = HuggingFaceTokenizer(Path(recipe.model.path))
 
+    writer = ThreadBlocking(workers=1)  # its own, so that no user code keeps it waiting
     point = None if resume is None else checkpoints.find(resume, recipe)
+    store, saved, resumed = None, NOTHING, None
     if point is not None:
         run_dir = point.run_dir
+        store = Store(run_dir, blocking=writer)
+        saved, resumed = restore(store, point, sources)
         checkpoints.set_aside(point)
     recorder = Recorder(
         run_dir,
         recipe,
         asyncio.get_running_loop().time,
         decode=tokenizer.decode,
-        resume=None if point is None else (point.entry.version, point.entry.at),
+        resume=resumed,
     )
+    store = store or Store(run_dir, blocking=writer)
+    store.before, store.seconds = recorder.flush, lambda: recorder.clock() - recorder.start
     write_atomic(run_dir / RECIPE, dumps(recipe))
     logs = run_dir / "logs"
     logs.mkdir(exist_ok=point is not None)
@@ -99,6 +109,8 @@ async def train(
         backoff_s=recipe.trainer.restart_backoff_s,
         observer=recorder,
         note=progress.note,
+        store=store,
+        saved=saved,
     )
     engines = [
         SGLangEngine(url, f"server {i}", recipe.engine, rng=random.Random(f"{recipe.seed}/{i}"), model_type=model_type)
@@ -128,12 +140,9 @@ async def train(
             services.append(chain.watch)
 
     run: Run | None = None
-    baseline = None if point is None else point.entry.baseline
 
     def describe(version: int) -> checkpoints.Entry:
         done = version * recipe.rollout.batch_groups + (0 if run is None else run.buffer.snapshot().filtered)
-        if point is not None:  # filtered groups of before
-            done += max(0, point.entry.tasks - point.entry.version * recipe.rollout.batch_groups)
         rewards = recorder.rewards[keeper.newest :]
         # A batch that was taken since that step, but is not in these weights, is of the steps to come.
         newest = recorder.metrics if recorder.metrics.get("version") == version else {}
@@ -142,7 +151,7 @@ async def train(
             at=newest.get("time/at", recorder.clock() - recorder.start),
             tasks=done,
             reward=sum(rewards) / len(rewards) if rewards else None,
-            baseline=baseline if run is None else run.advantages.running(version),
+            baseline=saved.baseline if run is None else run.advantages.running(version),
         )
 
     keeper = checkpoints.Keeper(
@@ -198,11 +207,17 @@ async def train(
         observer=recorder,
         sources={name: source.played(recipe, logs / "env.log") for name, source in sources.items()},
         checkpoint=checkpoint,
-        tasks_done=0 if point is None else point.entry.tasks,
-        baseline=baseline,
+        store=store,
+        saved=saved,
         own_advantage=own_advantage,
         gateway=gateway,
-        services=[*services, flush, keeper.watch, LoopWatchdog(USER_CODE, limit_s=recipe.env.block_timeout_s).run],
+        services=[
+            *services,
+            store.run,
+            flush,
+            keeper.watch,
+            LoopWatchdog(USER_CODE, limit_s=recipe.env.block_timeout_s).run,
+        ],
     )
 
     async def render() -> None:
@@ -249,11 +264,13 @@ async def train(
                 servers.stop,
                 relays.stop,
                 blocking.close,
+                writer.close,
             ):
                 await close()
         finally:  # a second interrupt cuts the above short: the kernel ends the processes with this one
             books = Ledger() if run is None else run.buffer.ledger
-            summary = _finish(recorder, progress, run_dir, books, ended=ended, command=command, started=started)
+            with closing(store):
+                summary = _finish(recorder, progress, run_dir, books, ended=ended, command=command, started=started)
     return summary
 
 

@@ -34,6 +34,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
             train=self.train,
             heldout=self.heldout,
             envs=_places(recipe, self.source, self.environment, log),
+            replayable=self.environment.kind.deterministic or self.environment.reward is not None,
             rollout=self.environment.rollout,
             reward=self.environment.reward,
             config=self.source.env,

@@ -17,10 +17,11 @@ from asyncrl.build.assemble import Played, Run, World, assemble
 from asyncrl.build.profile import cost_of
 from asyncrl.build.samples import read_samples
 from asyncrl.config import Recipe
+from asyncrl.core.journal import NOTHING, Saved
 from asyncrl.core.transfer import Transport
 from asyncrl.env import Env
 from asyncrl.loading import load_own
-from asyncrl.ports import CheckpointLost, Observer
+from asyncrl.ports import CheckpointLost, NoStore, Observer, RunStore
 from asyncrl.runtime.controller import Service
 from asyncrl.runtime.env_source import LocalEnvs
 from asyncrl.runtime.restarts import RestartingTrainer
@@ -62,19 +63,23 @@ async def simulated(
     services: Sequence[Service] = (),
     context_length: int | None = None,
     wrap_env: Callable[[Env], Env] = lambda env: env,
+    store: RunStore | None = None,
+    saved: Saved = NOTHING,
+    checkpoint: tuple[int, int] = (0, 0),
 ) -> Simulation:
     """Wire a run of ``recipe``. To be awaited on a ``VirtualLoop`` (sim/loop.py).
 
     ``observer`` hears what a real run's would; without one a trace is kept, and every batch. ``services`` run beside.
     ``context_length`` is the model's, if shorter than a server's KV cache. ``wrap_env`` goes around every simulated
-    environment. Raises ``RecipeError``.
+    environment. The run is kept in ``store``, and goes on from what is ``saved`` there and from the trainer's
+    ``checkpoint``, its version and weights. Raises ``RecipeError``.
     """
     recipe = read_samples(recipe)
     sim, engine, seed = recipe.sim, recipe.engine, recipe.seed
     trace = TraceRecorder(keep_batches=True)
-    checked = Checked(observer or trace, limit=recipe.staleness.limit, stall_s=sim.stall_s)
+    checked = Checked(observer or trace, limit=recipe.staleness.limit, first=saved.version, stall_s=sim.stall_s)
     tasks = SimTasks(sim, seed=seed)
-    trainer = SimTrainer(sim.trainer, recipe.trainer.ranks * recipe.trainer.micro_batch_tokens)
+    trainer = SimTrainer(sim.trainer, recipe.trainer.ranks * recipe.trainer.micro_batch_tokens, checkpoint)
     lengths = TaskLengths(sim, tasks, seed=seed, progress=lambda: trainer.version / recipe.run.steps)
     cost = cost_of(sim.instance)
     engines = [
@@ -109,10 +114,12 @@ async def simulated(
         backoff_s=recipe.trainer.restart_backoff_s,
         observer=checked,
         note=lambda text: None,
+        store=store,
+        saved=saved,
     )
     begun = asyncio.Event()
 
-    async def checkpoint(version: int) -> None:
+    async def save(version: int) -> None:
         await restarting.save("checkpoints")
         begun.set()
 
@@ -141,10 +148,13 @@ async def simulated(
                 train=tasks.train,
                 heldout=tasks.heldout,
                 envs=LocalEnvs(lambda: wrap_env(envs.make())),
+                replayable=True,
                 config=recipe.env,
             )
         },
-        checkpoint=checkpoint,
+        checkpoint=save,
+        store=store or NoStore(),
+        saved=saved,
         own_advantage=load_own(recipe.algorithm.advantage, "algorithm.advantage"),
         services=[faults.run, checked.watch, keep, *services],
     )

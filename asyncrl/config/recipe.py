@@ -297,8 +297,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     restart_backoff_s: float = 5.0
     """Pause before the first restart; twice as long before each further one."""
     replay_steps: int = 20
-    """So often a checkpoint is made for the sake of ``restarts``, also where ``run.checkpoint_every`` asks for fewer.
-    The batches of up to twice as many steps are kept in the controller's memory."""
+    """So often a checkpoint is made for the sake of ``restarts`` and of a run that is killed, also where
+    ``run.checkpoint_every`` asks for fewer. The batches since then are in the run store, and those of up to twice as
+    many steps in the controller's memory."""
     connect_timeout_s: float = 300.0
     step_timeout_s: float = 3600.0
 
@@ -396,9 +397,8 @@ class Recipe(Section, frozen=True, kw_only=True):
 
     @property
     def checkpoint_every(self) -> int:
-        """Steps between checkpoints, as the run and the trainer's restarts ask for them; 0: none but the last."""
-        wanted = [self.run.checkpoint_every, self.trainer.replay_steps if self.trainer.restartable else 0]
-        return min(filter(None, wanted), default=0)
+        """Steps between checkpoints, as the user and what may have to be trained again ask for them."""
+        return min(filter(None, (self.run.checkpoint_every, self.trainer.replay_steps)), default=0)
 
     @property
     def batch_trajectories(self) -> int:

@@ -13,6 +13,7 @@ Conservation: reserved ever = live now + Σ final states; at the end of a run li
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from enum import StrEnum
 
 
@@ -72,6 +73,16 @@ class Ledger:
         self._last_id = trajectory_id
         self._live[trajectory_id] = State.RESERVED
         self._reserved += 1
+
+    def restore(self, final: Mapping[tuple[str, str], int], live: Mapping[int, State], last_id: int) -> None:
+        """The books of the run that goes on here: counts by final state and reason, and what is not final."""
+        for (state, reason), count in final.items():
+            self._final[State(state)] += count
+            if reason:
+                self._reasons[State(state), reason] += count
+        self._live = dict(sorted(live.items()))
+        self._last_id = last_id
+        self._reserved = len(live) + self._final.total()
 
     def move(self, trajectory_id: int, to: State, reason: str = "") -> None:
         """One transition. ``reason`` is counted for final states."""

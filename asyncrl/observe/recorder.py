@@ -27,6 +27,7 @@ from asyncrl.observe.run_dir import (
     TRACE,
     TRAJECTORIES,
     LineFile,
+    Resumed,
     RunDirError,
     read_lines,
     rewind,
@@ -45,7 +46,7 @@ REQUEST_SPANS = frozenset({"generate", "episode"})
 class Recorder(Tally):
     """Observes one run. ``clock`` gives loop time in seconds; ``decode`` turns token ids into text, and is called on
     the thread that flushes. Without ``tokens``, trajectories are written without tokens, logprobs and text. ``resume``
-    is the version and the second of the checkpoint from which the folder's run goes on. Raises ``RunDirError`` if the
+    is where the folder's run goes on. Raises ``RunDirError`` if the
     folder cannot be written, or holds a run already that is not resumed."""
 
     def __init__(
@@ -56,7 +57,7 @@ class Recorder(Tally):
         *,
         decode: Callable[[Sequence[int]], str] | None = None,
         tokens: bool = True,
-        resume: tuple[int, float] | None = None,
+        resume: Resumed | None = None,
     ) -> None:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -64,8 +65,8 @@ class Recorder(Tally):
             raise RunDirError(f"{run_dir}: cannot make the folder ({error.strerror}): give another --run-dir") from None
         super().__init__(recipe, clock)
         if resume is not None:
-            rewind(run_dir, *resume)
-            self.resume(resume[1], list(read_lines(run_dir / METRICS)), list(read_lines(run_dir / EVALS)))
+            rewind(run_dir, resume)
+            self.resume(resume.at, list(read_lines(run_dir / METRICS)), list(read_lines(run_dir / EVALS)))
         self._counted: dict[str, float] = {}  # counter → time of its newest value in the trace
         # Shared with the thread that flushes.
         self._queue: deque[tuple[Any, ...]] = deque()

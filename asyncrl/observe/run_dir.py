@@ -56,6 +56,13 @@ class LineFile:
             raise _cannot_write(self.path, error) from None
         self._size += len(data)
 
+    def sync(self) -> None:
+        """What was written survives also the machine's death. Raises ``RunDirError``."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise _cannot_write(self.path, error) from None
+
     def close(self) -> None:
         self._file.close()
 
@@ -79,15 +86,29 @@ class _Row(msgspec.Struct):
 
     at: float = 0.0
     version: int = 0
+    id: int = 0
 
 
-def rewind(run_dir: Path, version: int, at: float) -> None:
-    """Take a run directory back to the checkpoint of ``version``, begun ``at`` seconds into the run, so that a run that
-    goes on from there can append to it. Its trace becomes ``trace-before-vN.json``. Raises ``RunDirError``."""
+class Resumed(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a run goes on: at ``version``, ``at`` seconds into the run. What the run store knows: ``evaluated``, the
+    version that was evaluated last, and whether a trajectory ``has_ended``. Without them the run goes back to a
+    checkpoint of that moment, and the version is evaluated again."""
+
+    version: int
+    at: float
+    evaluated: int | None = None
+    has_ended: Callable[[int], bool] | None = None
+
+
+def rewind(run_dir: Path, to: Resumed) -> None:
+    """Leave in a run directory's files what was before the moment ``to``, so that the run that goes on there can append
+    to them. Its trace becomes ``trace-before-vN.json``. Raises ``RunDirError``."""
+    version, has_ended = to.version, to.has_ended
+    evaluated = version - 1 if to.evaluated is None else to.evaluated
     stays: dict[str, Callable[[_Row], bool]] = {
         METRICS: lambda row: row.version <= version,
-        EVALS: lambda row: row.version < version,  # which is played again
-        TRAJECTORIES: lambda row: row.at <= at,
+        EVALS: lambda row: row.version <= evaluated,
+        TRAJECTORIES: lambda row: row.at <= to.at if has_ended is None else has_ended(row.id),
     }
     decode = msgspec.json.Decoder(_Row).decode
     for name, keep in stays.items():

@@ -93,7 +93,7 @@ class AsyncController:
                 services = (*self._services, self._proxy.watch, self._evaluator.run)
                 background = [root.create_task(_forever(service)) for service in services]
                 await self._parameters.align()
-                await self._evaluator.whole()
+                await self._evaluate_first()
                 managers = [root.create_task(manager.run()) for manager in self._env_managers]
                 for step in range(self._parameters.version, self._steps):
                     await self._step(step, root)
@@ -108,8 +108,16 @@ class AsyncController:
             reason = "run stopped"
             raise
         finally:
-            self._buffer.close(reason)
+            self._buffer.close(reason, resumable=True)
             self._buffer.ledger.check_balanced()
+
+    async def _evaluate_first(self) -> None:
+        """A run that goes on has had its first one; one that was due when it ended is made up for beside training."""
+        version, newest = self._parameters.version, self._evaluator.newest
+        if newest < 0:
+            await self._evaluator.whole()
+        elif self._eval_every and newest < version < self._steps and version % self._eval_every == 0:
+            self._evaluator.ask()
 
     async def _step(self, step: int, root: asyncio.TaskGroup) -> None:
         """Consume one batch, train on it, gather the new version and have it put on the servers."""

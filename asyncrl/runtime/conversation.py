@@ -137,7 +137,7 @@ class Conversation:
     def append(self, ids: Sequence[int]) -> None:
         """Ids that the model sees next."""
         column = array("i", ids)
-        self._pending += column
+        self._pending = self._pending + column
         self.ids += column
 
     def add_output(
@@ -162,6 +162,11 @@ class Conversation:
         if self._messages is not None:
             self._messages.append({"role": "assistant", "content": text})
         return text
+
+    @property
+    def pending(self) -> array[int]:
+        """What was observed since the last generation. Not changed later."""
+        return self._pending
 
     @property
     def served(self) -> int:

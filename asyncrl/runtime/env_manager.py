@@ -12,8 +12,10 @@ trajectory holds no server slot (§5.2.1); its next turn is routed afresh.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -25,7 +27,7 @@ from asyncrl.env import Action, Env, Observation, Step
 from asyncrl.ports import EngineRejected, EnvSource, Observer
 from asyncrl.runtime.conversation import ChatTemplate, Conversation
 from asyncrl.runtime.generation import Completion, Prompt
-from asyncrl.runtime.lease import Lease
+from asyncrl.runtime.lease import EpisodeLog, Lease
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.reward import Scorer, checked_reward
 from asyncrl.runtime.sample_buffer import SampleBuffer
@@ -68,13 +70,20 @@ class Player(Protocol):
         top_p: float = 1.0,
         pinned: bool = False,
         on_running: Callable[[bool], None] = ...,
+        log: EpisodeLog = ...,
     ) -> list[Episode]:
-        """``n`` episodes of ``task``, on the servers set aside for an evaluation if ``pinned``. Raises
-        ``EpisodeFailed``."""
+        """``n`` episodes of ``task``, on the servers set aside for an evaluation if ``pinned``. A single one goes on
+        from what its ``log`` has, if it can. Raises ``EpisodeFailed``."""
 
 
 class EpisodePlayer:
-    """Plays episodes of one kind of environment. ``scorer`` adds a reward function's value to that of the steps."""
+    """Plays episodes of one kind of environment. ``scorer`` adds a reward function's value to that of the steps.
+
+    An episode that another process began goes on where it was: its generations are not sampled again, but given to a
+    new environment one by one. That needs one that is ``replayable``: the same task and actions bring the same
+    observations. If they do not, or it is none, the episode begins anew. Within its first generation it goes on in any,
+    as long as the prompt is the same: what the environment has in mind beside it, the policy has not seen.
+    """
 
     def __init__(
         self,
@@ -84,8 +93,10 @@ class EpisodePlayer:
         proxy: LLMProxy,
         template: ChatTemplate,
         limits: EpisodeLimits,
+        replayable: bool = False,
     ) -> None:
         self._envs = envs
+        self._replayable = replayable
         self._scorer = scorer
         self._proxy = proxy
         self._template = template
@@ -101,25 +112,43 @@ class EpisodePlayer:
         top_p: float = 1.0,
         pinned: bool = False,
         on_running: Callable[[bool], None] = lambda running: None,
+        log: EpisodeLog | None = None,
     ) -> list[Episode]:
         """``n`` episodes of ``task``; more than one share their first request, so they must have a single turn.
 
         Raises ``EpisodeFailed``. Every environment that was made is closed, whatever happens.
         """
+        log = log or EpisodeLog()
+        if log.turns and not self._replayable:
+            log = EpisodeLog(log.keep)
+        sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "pinned": pinned}
+        try:
+            return await self._play(task, start, n, sampling, on_running, log)
+        except _OtherObservation:
+            return await self._play(task, start, n, sampling, on_running, EpisodeLog(log.keep))
+
+    async def _play(
+        self,
+        task: Task,
+        start: Start,
+        n: int,
+        sampling: Mapping[str, Any],
+        on_running: Callable[[bool], None],
+        log: EpisodeLog,
+    ) -> list[Episode]:
         envs: list[Env] = []
         whole = False
-        sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "pinned": pinned}
         try:
             dialogues = [await self._begin(task, envs) for _ in range(n)]
             if n == 1:
-                episodes = [await self._turns(task, envs[0], dialogues[0], start, sampling, on_running)]
+                episodes = [await self._turns(task, envs[0], dialogues[0], start, sampling, on_running, log)]
                 whole = True
                 return episodes
             if any(d.ids != dialogues[0].ids for d in dialogues):
                 raise EpisodeFailed(
                     "reset", "gave different prompts for one task; set rollout.expand_num_return_sequences = true"
                 )
-            completions = await self._generate(dialogues[0], start, sampling, n, None, on_running)
+            completions = await self._generate(dialogues[0], start, sampling, n, None, on_running, {})
             episodes = []
             for env, dialogue, completion in zip(envs, dialogues, completions, strict=True):
                 step, reward = await self._step(task, env, dialogue, completion, 0)
@@ -154,12 +183,21 @@ class EpisodePlayer:
         start: Start,
         sampling: Mapping[str, Any],
         on_running: Callable[[bool], None],
+        log: EpisodeLog,
     ) -> Episode:
         """generate → step → observe, until the environment is done or a limit is reached."""
         reward, turn = 0.0, 0
         before: Completion | None = None
         while True:
-            [completion] = await self._generate(dialogue, start, sampling, 1, before, on_running)
+            known = log.turn(turn)
+            if known is not None and known.prompt_ids != dialogue.pending:
+                raise _OtherObservation
+            if turn < len(log.turns):
+                completion = _recorded(log.turns[turn])
+            else:
+                keeping = {"begun": known, "keep": partial(_keep_piece, log, turn, dialogue.pending)}
+                [completion] = await self._generate(dialogue, start, sampling, 1, before, on_running, keeping)
+                log.keep(turn, None, _turn(dialogue.pending, completion))
             step, gained = await self._step(task, env, dialogue, completion, turn)
             reward, before, turn = reward + gained, completion, turn + 1
             if step.done or turn == self._limits.max_turns:
@@ -176,16 +214,18 @@ class EpisodePlayer:
         n: int,
         before: Completion | None,
         on_running: Callable[[bool], None],
+        keeping: Mapping[str, Any],
     ) -> list[Completion]:
         room = min(self._limits.max_new_tokens, self._limits.max_tokens - len(dialogue.ids))
         prompt = Prompt(
             ids=dialogue.ids[:],
             start=start,
             max_new_tokens=room,
-            home=None if before is None else before.server,
+            home=None if before is None else before.server or None,
             prefix=0 if before is None else dialogue.served,
             after=-1 if before is None else before.versions[-1],
             **sampling,
+            **keeping,
         )
         try:
             return await self._proxy.generate(prompt, n, on_running)
@@ -242,6 +282,40 @@ class EpisodePlayer:
 
         with suppress(TimeoutError):  # one that shields itself from its deadline
             await to_the_end(close_all(), self._limits.close_timeout_s + 1.0)
+
+
+class _OtherObservation(Exception):
+    """An episode that is played again sees something else than it did."""
+
+
+def _turn(prompt_ids: array[int], completion: Completion) -> Turn:
+    return Turn(
+        prompt_ids=prompt_ids,
+        output_ids=completion.output_ids,
+        logprobs=completion.logprobs,
+        versions=completion.versions,
+        finish_reason=completion.finish_reason,
+        seconds=(completion.waited_s, completion.seconds - completion.waited_s, 0.0),
+    )
+
+
+def _recorded(turn: Turn) -> Completion:
+    """What was generated in another process."""
+    waited_s, generated_s, _ = turn.seconds
+    return Completion(
+        output_ids=turn.output_ids,
+        logprobs=turn.logprobs,
+        versions=turn.versions,
+        finish_reason=turn.finish_reason,
+        server="",
+        interruptions=0,
+        waited_s=waited_s,
+        seconds=waited_s + generated_s,
+    )
+
+
+def _keep_piece(log: EpisodeLog, number: int, prompt_ids: array[int], piece: int, turn: Turn) -> None:
+    log.keep(number, piece, turn if piece else msgspec.structs.replace(turn, prompt_ids=prompt_ids))
 
 
 class EpisodePlayers:
@@ -323,6 +397,7 @@ class EnvManager:
                     temperature=self._temperature,
                     top_p=self._top_p,
                     on_running=lambda running: self._buffer.mark(lease, State.RUNNING if running else State.WAITING),
+                    log=self._buffer.log(lease),
                 )
             outcome = "done"
         except TimeoutError:

@@ -13,8 +13,9 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from asyncrl.core.evaluation import Score, accuracy, details
+from asyncrl.core.journal import Noted
 from asyncrl.core.types import Task
-from asyncrl.ports import Observer
+from asyncrl.ports import NoStore, Observer, RunStore
 from asyncrl.runtime.env_manager import Episode, EpisodePlayers
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.parameter_server import ParameterServer
@@ -42,7 +43,12 @@ class Evaluator:
         proxy: LLMProxy,
         parameters: ParameterServer,
         observer: Observer,
+        store: RunStore | None = None,
+        newest: int = -1,
     ) -> None:
+        self._store = store or NoStore()
+        self.newest = newest
+        """The version that was evaluated last; -1: none."""
         self._tasks = tasks
         self._samples = samples
         self._temperature = temperature
@@ -59,9 +65,9 @@ class Evaluator:
         self.idle.set()
 
     async def whole(self) -> None:
-        """With nothing else under way."""
+        """With nothing else under way, if it was not done before."""
         await self._parameters.catch_up()
-        if self._tasks:
+        if self._tasks and self.newest < self._parameters.version:
             await self._play(self._parameters.version, pinned=False, concurrency=self._concurrency)
 
     def ask(self) -> None:
@@ -122,6 +128,8 @@ class Evaluator:
                 group.create_task(play())
         if not lost:
             self._observer.span("controller", "evaluate", started, loop.time(), {"version": version})
+            self.newest = version
+            self._store.put(Noted(key="evaluated", value=version))
             self._observer.eval(version, accuracy(scores), len(scores) * self._samples, details(scores))
         return not lost
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
-from asyncrl.core.types import Record
+from asyncrl.core.types import Record, Turn
+from asyncrl.ports import Chunk
 from asyncrl.runtime.trajectory_server import Start
 
 
 class Prompt(Record, frozen=True, kw_only=True):
     """What to continue. No version before ``start``'s may generate for it, nor one before ``after``, that of the last
     token generated in it (-1: none). ``home`` holds the first ``prefix`` of its ids. One that is ``pinned`` belongs to
-    an evaluation, and only the servers that are set aside for that take it."""
+    an evaluation, and only the servers that are set aside for that take it. A single reply may go on from one that was
+    ``begun``, and tells ``keep`` now and then what it has got since, with the number of the piece."""
 
     ids: array[int]
     start: Start
@@ -22,6 +25,12 @@ class Prompt(Record, frozen=True, kw_only=True):
     home: str | None = None
     prefix: int = 0
     pinned: bool = False
+    begun: Turn | None = None
+    keep: Callable[[int, Turn], None] | None = None
+
+
+KEEP_TOKENS = 1024
+"""A reply keeps so many tokens at a time, and what it has when it is interrupted: what a kill can cost it."""
 
 
 class Completion(Record, frozen=True, kw_only=True):
@@ -42,6 +51,9 @@ class Reply:
     """One reply in the making; keeps its tokens over interruptions."""
 
     __slots__ = (
+        "_keep",
+        "_kept",
+        "_pieces",
         "ended",
         "finish_reason",
         "fruitless",
@@ -53,10 +65,12 @@ class Reply:
         "waited_s",
     )
 
-    def __init__(self) -> None:
-        self.output_ids = array("i")
-        self.logprobs = array("f")
-        self.versions = array("i")
+    def __init__(self, begun: Turn | None = None, keep: Callable[[int, Turn], None] | None = None) -> None:
+        self.output_ids = array("i", begun.output_ids if begun else ())
+        self.logprobs = array("f", begun.logprobs if begun else ())
+        self.versions = array("i", begun.versions if begun else ())
+        self._keep = keep
+        self._kept = self._pieces = 0
         self.finish_reason: str | None = None
         self.server = ""
         self.interruptions = 0
@@ -64,6 +78,29 @@ class Reply:
         """Attempts in a row that brought no token, though nobody here cut them off."""
         self.waited_s = 0.0
         self.ended = 0.0
+
+    def add(self, chunk: Chunk) -> None:
+        """What a server sent."""
+        self.output_ids += chunk.output_ids
+        self.logprobs += chunk.logprobs
+        self.versions += chunk.versions
+        interrupted = chunk.finish_reason == "abort"
+        if interrupted:
+            self.interruptions += 1
+        elif chunk.finish_reason is not None:
+            self.finish_reason = chunk.finish_reason
+        new = len(self.output_ids) - self._kept
+        if self._keep is not None and (new >= KEEP_TOKENS or (interrupted and new)):
+            kept, self._kept = self._kept, len(self.output_ids)
+            piece = Turn(
+                prompt_ids=array("i"),
+                output_ids=self.output_ids[kept:],
+                logprobs=self.logprobs[kept:],
+                versions=self.versions[kept:],
+                finish_reason="",
+            )
+            self._keep(self._pieces, piece)
+            self._pieces += 1
 
     def completed(self, began: float) -> Completion:
         return Completion(

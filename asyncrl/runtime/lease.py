@@ -1,10 +1,10 @@
-"""Lease: what the SampleBuffer gives to an EnvManager."""
+"""Lease: what the SampleBuffer gives to an EnvManager; and EpisodeLog, what is known of the episode."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from asyncrl.core.types import Task
+from asyncrl.core.types import Task, Turn
 from asyncrl.runtime.trajectory_server import Start
 
 
@@ -37,3 +37,26 @@ class Lease:
 
     def __repr__(self) -> str:
         return f"<Lease group {self.group_id} trajectories {list(self.trajectory_ids)}>"
+
+
+class EpisodeLog:
+    """The turns of one episode: those that it goes on from, and where it keeps what it comes to, so that it can go on
+    from there when this process has died. ``keep`` is called as ``journal.TurnPiece`` says: number, piece, turn."""
+
+    __slots__ = ("keep", "partial", "turns")
+
+    def __init__(
+        self,
+        keep: Callable[[int, int | None, Turn], None] = lambda number, piece, turn: None,
+        turns: Sequence[Turn] = (),
+        partial: Turn | None = None,
+    ) -> None:
+        self.keep = keep
+        self.turns = turns
+        """Finished ones."""
+        self.partial = partial
+        """What the generation after them had brought."""
+
+    def turn(self, number: int) -> Turn | None:
+        """What is known of this turn: all of it, or where it goes on."""
+        return self.turns[number] if number < len(self.turns) else self.partial if number == len(self.turns) else None

@@ -166,7 +166,7 @@ class LLMProxy:
                 f"servers' context of {self._context_length}; lower rollout.max_tokens"
             )
         began = asyncio.get_running_loop().time()
-        replies = [Reply() for _ in range(n)]
+        replies = [Reply(prompt.begun, prompt.keep) if n == 1 else Reply() for _ in range(n)]
         arrival = self._arrivals
         self._arrivals += 1
         number = self._new_number()
@@ -240,9 +240,7 @@ class LLMProxy:
                     continue  # a reply is answered once, whatever the server repeats
                 if chunk.versions and chunk.versions[0] < version:  # restarted behind our back, with its first weights
                     raise EngineError(f"{instance.name}: samples from version {chunk.versions[0]}, not {version}")
-                reply.output_ids += chunk.output_ids
-                reply.logprobs += chunk.logprobs
-                reply.versions += chunk.versions
+                reply.add(chunk)
                 received += len(chunk.output_ids)
                 instance.tokens += len(chunk.output_ids)
                 instance.generated += len(chunk.output_ids)
@@ -250,10 +248,6 @@ class LLMProxy:
                     instance.requests[number] = replace(view, tokens=view.tokens + received, after=version)
                 if instance.tokens > instance.attention_at:
                     self.on_change()
-                if chunk.finish_reason == "abort":
-                    reply.interruptions += 1
-                elif chunk.finish_reason is not None:
-                    reply.finish_reason = chunk.finish_reason
         except EngineRejected:
             raise
         except EngineError as error:

@@ -18,27 +18,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+import msgspec
+
+from asyncrl.core import journal
 from asyncrl.core.advantage import Advantage
-from asyncrl.core.types import Batch, Record
-from asyncrl.ports import CheckpointLost, Observer, StepResult, Trainer, TrainerDied, TrainerError
+from asyncrl.core.journal import NOTHING, Saved, SavedStep, Work
+from asyncrl.core.types import Batch
+from asyncrl.ports import CheckpointLost, NoStore, Observer, RunStore, StepResult, Trainer, TrainerDied, TrainerError
 
 T = TypeVar("T")
-
-
-class Work(Record, frozen=True, kw_only=True):
-    """Groups to be trained on: a batch, or a part of one that is fed before."""
-
-    batch: Batch
-    advantages: Sequence[Advantage]
-
-
-class Trained(Record, frozen=True, kw_only=True):
-    """A step that may have to be trained again, the parts that were fed first, and its weights' checksum. The same
-    batch in other parts would give other weights, by rounding."""
-
-    fed: Sequence[Work]
-    work: Work
-    checksum: int
 
 
 class RestartingTrainer:
@@ -58,15 +46,19 @@ class RestartingTrainer:
         backoff_s: float,
         observer: Observer,
         note: Callable[[str], None],
+        store: RunStore | None = None,
+        saved: Saved = NOTHING,
     ) -> None:
         self._job = job
+        self._store = store or NoStore()
         self._restarts = restarts
         self._replay_steps = replay_steps
         self._backoff_s = backoff_s
         self._observer = observer
         self._note = note
-        self._version = 0
-        self._kept: dict[int, Trained] = {}
+        self._version = saved.version
+        self._saved = saved
+        self._kept: dict[int, SavedStep] = dict(saved.steps)
         """Step → what it was trained on, in order."""
         self._fed: list[Work] = []
         """Parts of the batch to come that the job has taken."""
@@ -79,6 +71,8 @@ class RestartingTrainer:
         self._bringing_back = asyncio.Lock()
         self._saving = 0, 0
         """Version and life of the checkpoint that was begun last."""
+        self.baseline: Callable[[int], float | None] = lambda step: None
+        """The running mean of returns that a step subtracts."""
         self.restage: Callable[[int], Awaitable[None]] = _nothing
         """Called each time that a new job has reached a version: what servers still need of it was lost too."""
 
@@ -88,28 +82,59 @@ class RestartingTrainer:
         return self._died is None
 
     async def connect(self) -> int:
-        self._version = await self._job.connect()
+        """As in the port. Where another process had trained on, it is trained to there."""
+        steps = await self._catch_up()
+        if steps:
+            self._note(f"trainer: at version {self._version}, {steps} steps since its checkpoint trained again")
         return self._version
 
+    async def _catch_up(self) -> int:
+        saved, version = self._saved, await self._job.connect()
+        if saved.life == 0:
+            self._version = version
+            return 0
+        if saved.taken is not None and version == self._version + 1:  # a job that outlived its controller
+            self._store.put(journal.Trained(step=self._version, checksum=0))
+            self._version = version
+            return 0
+        return await self._replay(version, exact=False)
+
     async def feed(self, part: Batch, advantages: Sequence[Advantage]) -> bool:
+        fed = sum(work.batch.step == part.step for work in self._fed)
+        await self._remember(part, advantages, fed)
         begun = await self.attempt(lambda: self._job.feed(part, advantages))
-        if self._restarts:
-            self._fed.append(Work(batch=part, advantages=advantages))
+        self._fed.append(Work(batch=part, advantages=advantages))
         return begun
 
     async def train_step(self, batch: Batch, advantages: Sequence[Advantage]) -> StepResult:
+        await self._remember(batch, advantages, None)
         result = await self.attempt(lambda: self._job.train_step(batch, advantages))
         fed, self._fed = [part for part in self._fed if part.batch.step == batch.step], []
         if self._restarts:
             work = Work(batch=batch, advantages=advantages)
-            self._kept[batch.step] = Trained(fed=fed, work=work, checksum=result.checksum)
+            self._kept[batch.step] = SavedStep(fed=fed, work=work, checksum=result.checksum)
             if len(self._kept) > 2 * self._replay_steps:
                 del self._kept[next(iter(self._kept))]
+        self._store.put(journal.Trained(step=batch.step, checksum=result.checksum))
         self._version = result.version
         self._tries = 0
         return result
 
+    async def _remember(self, batch: Batch, advantages: Sequence[Advantage], part: int | None) -> None:
+        """The trainer is given only what would still be known if this process died now."""
+        self._store.put(
+            journal.Given(
+                step=batch.step,
+                part=part,
+                groups=tuple(group.id for group in batch.groups),
+                advantages=advantages,
+                baseline=self.baseline(batch.step + 1) if part is None else None,
+            )
+        )
+        await self._store.committed()
+
     async def save(self, folder: str) -> int:
+        await self._store.committed()  # no checkpoint is ahead of the store
         version = await self.attempt(lambda: self._job.save(folder))
         self._saving = version, self._life
         return version
@@ -124,6 +149,7 @@ class RestartingTrainer:
             await self._job.saved()
 
         await self.attempt(written)
+        self._store.put(journal.Checkpointed(version=version))
         for step in [step for step in self._kept if step < version]:
             del self._kept[step]
 
@@ -164,7 +190,7 @@ class RestartingTrainer:
                 )
                 await asyncio.sleep(self._backoff_s * 2 ** (self._tries - 1))
                 try:
-                    steps = await self._replay()
+                    steps = await self._replay(await self._job.connect(), exact=True)
                     break
                 except TrainerDied as error:
                     died = error
@@ -177,9 +203,11 @@ class RestartingTrainer:
         self._observer.span("trainer", "restart", started, loop.time(), {"version": self._version, "steps": steps})
         self._note(f"trainer: back at version {self._version} after {seconds:.0f} s, {steps} steps trained again")
 
-    async def _replay(self) -> int:
-        """Start a job and bring it to where the last one was; the number of steps that this took."""
-        first = step = await self._job.connect()
+    async def _replay(self, first: int, *, exact: bool) -> int:
+        """Bring a job from version ``first`` to where the last one was; the number of steps that this took. ``exact``:
+        the weights must be the same, for there are servers that have them. Else they may differ by rounding, as with
+        another number of ranks."""
+        step = first
         await self.restage(step)
         while step < self._version:
             if (trained := self._kept.get(step)) is None:
@@ -189,7 +217,14 @@ class RestartingTrainer:
                 )
             await self._feed(trained.fed)
             result = await self._job.train_step(trained.work.batch, trained.work.advantages)
-            if result.checksum != trained.checksum:
+            if result.checksum != trained.checksum and not exact:
+                self._store.put(journal.Trained(step=step, checksum=result.checksum))
+                self._kept[step] = msgspec.structs.replace(trained, checksum=result.checksum)
+                self._note(
+                    f"trainer: step {step}, trained again, gave other weights than before, as it may with another "
+                    "number of ranks; going on with these"
+                )
+            elif result.checksum != trained.checksum:
                 raise TrainerError(
                     f"trainer: step {step}, trained again, gave other weights than before (checksum {result.checksum:x}"
                     f", was {trained.checksum:x}): it does not repeat itself exactly here; go on from its newest "

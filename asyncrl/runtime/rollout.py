@@ -17,6 +17,7 @@ from asyncrl.core.types import Task
 from asyncrl.env import Agent, EpisodeOver
 from asyncrl.runtime.conversation import ChatTemplate
 from asyncrl.runtime.env_manager import Episode
+from asyncrl.runtime.lease import EpisodeLog
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.reward import checked_reward
 from asyncrl.runtime.session import Session, SessionLimits
@@ -56,8 +57,10 @@ class RolloutPlayer:
         top_p: float = 1.0,
         pinned: bool = False,
         on_running: Callable[[bool], None] = lambda running: None,
+        log: EpisodeLog | None = None,
     ) -> list[Episode]:
-        """One episode of ``task``. Raises ``EpisodeFailed``. Nothing is generated for it afterwards."""
+        """One episode of ``task``, always from its beginning. Raises ``EpisodeFailed``. Nothing is generated for it
+        afterwards."""
         if n != 1:
             raise ValueError("an agent program makes its requests one by one")
         loop = asyncio.get_running_loop()

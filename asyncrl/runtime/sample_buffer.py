@@ -22,39 +22,16 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from asyncrl.core.journal import NOTHING, Saved
 from asyncrl.core.ledger import Ledger, State
 from asyncrl.core.staleness.base import StalenessControl, StalenessSnapshot, StalenessViolation
-from asyncrl.core.types import Batch, Group, Record, Task, Trajectory
-from asyncrl.ports import Observer
-from asyncrl.runtime.lease import Lease
+from asyncrl.core.types import Batch, Group, Record, Trajectory
+from asyncrl.ports import NoStore, Observer, RunStore
+from asyncrl.runtime.accounts import Accounts
+from asyncrl.runtime.lease import EpisodeLog, Lease
+from asyncrl.runtime.open_group import OpenGroup, Slot
 from asyncrl.runtime.task_source import TaskMixture, TaskSource
 from asyncrl.runtime.trajectory_server import Start
-
-
-class _Slot:
-    """One member of an unfinished group."""
-
-    __slots__ = ("attempt", "lease", "trajectory", "trajectory_id")
-
-    def __init__(self, trajectory_id: int) -> None:
-        self.trajectory_id = trajectory_id
-        self.attempt = 0
-        self.lease: Lease | None = None
-        """None once the episode failed or is not wanted any more."""
-        self.trajectory: Trajectory | None = None
-
-
-class _OpenGroup:
-    """``missing`` trajectories until it is complete; ``slots`` are ``redundancy`` more than that at first."""
-
-    __slots__ = ("id", "missing", "slots", "start", "task")
-
-    def __init__(self, start: Start, task: Task, first_trajectory: int, size: int, redundancy: int) -> None:
-        self.id = start.group_id
-        self.task = task
-        self.start = start
-        self.slots = [_Slot(first_trajectory + i) for i in range(size + redundancy)]
-        self.missing = size
 
 
 class BufferSnapshot(Record, frozen=True, kw_only=True):
@@ -107,14 +84,15 @@ class SampleBuffer:
         backoff_s: float = 0.0,
         rng: random.Random | None = None,
         total_groups: int | None = None,
+        store: RunStore | None = None,
+        saved: Saved = NOTHING,
     ) -> None:
-        self.ledger = Ledger()
+        self._accounts = Accounts(observer, store or NoStore(), saved)
         self._control = control
         self._tasks = tasks
         self._group_size = group_size
         self._redundancy = group_size_redundancy
         self._redundant_groups = redundant_groups
-        self._observer = observer
         self._version = version
         self._replicate = replicate
         self._filter = filter_zero_variance
@@ -122,13 +100,13 @@ class SampleBuffer:
         self._backoff_s = backoff_s
         self._rng = rng or random.Random(0)
         self._unconsumed = math.inf if total_groups is None else total_groups
-        self._next_group = 0
-        self._next_trajectory = 0
+        self._next_group = saved.next_group
+        self._next_trajectory = saved.next_trajectory
         self._batch_rollout = not queue_scheduling
         self._wave = 0 if self._batch_rollout else math.inf
         """Groups that this wave has still to begin; queue scheduling is one wave without end."""
-        self._open: dict[int, _OpenGroup] = {}
-        self._ended: dict[int, _OpenGroup] = {}
+        self._open: dict[int, OpenGroup] = {}
+        self._ended: dict[int, OpenGroup] = {}
         """Those of ``_open`` that are complete and wait for the end of their wave."""
         self._ready: dict[int, Group] = {}
         self._unclaimed: deque[Lease] = deque()
@@ -142,12 +120,37 @@ class SampleBuffer:
         """The train loop waits for a part of so many first groups of its batch; 0: only for the batch."""
         self._given: set[int] = set()
         """Groups of the next batch that the train loop has already."""
-        self._taken: tuple[Group, ...] = ()
+        self._taken: tuple[Group, ...] = () if saved.taken is None else saved.taken.groups
         """The batch that the train loop has been given and not picked up yet."""
         self._closed = ""
         self.on_change: Callable[[], None] = lambda: None
         """Called when the control may admit what it did not before."""
-        self._filtered = self._retried = self._failed_task = self._failed_infra = 0
+        self._restore(saved)
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._accounts.ledger
+
+    def _restore(self, saved: Saved) -> None:
+        """Groups as another process left them: members that have ended stay, the others are played again."""
+        for was in saved.groups:
+            if was.v_traj is not None:
+                self._control.restore(was.id, was.v_traj, was.deadline)
+        for was in saved.groups:
+            group = OpenGroup.restored(was, self._group_size)
+            if was.ready:
+                self._ready[group.id] = group.whole()
+                for evicted, reason in self._control.occupy(group.id).items():
+                    self._drop(evicted, reason)
+                continue
+            self._open[group.id] = group
+            if not group.missing:
+                self._ended[group.id] = group
+                continue
+            indices = [i for i, slot in enumerate(was.slots) if slot.live]
+            for part in [[i] for i in indices] if self._replicate else [indices]:
+                self._offer(group, part)
+        self._settle()
 
     # --- admission
 
@@ -215,25 +218,26 @@ class SampleBuffer:
         return self._control.admits(self._version)
 
     def _open_group(self) -> None:
-        start = Start(group_id=self._next_group)
-        group = _OpenGroup(start, self._tasks.next(), self._next_trajectory, self._group_size, self._redundancy)
+        slots = [Slot(self._next_trajectory + i) for i in range(self._group_size + self._redundancy)]
+        group = OpenGroup(Start(group_id=self._next_group), self._tasks.next(), slots, self._group_size)
+        self._accounts.opened(group)
         if not self._control.assigns_late:
             self._reserve(group, self._version)
         self._wave -= 1
         self._next_group += 1
         self._next_trajectory += len(group.slots)
         self._open[group.id] = group
-        for slot in group.slots:
-            self.ledger.reserve(slot.trajectory_id)
         if self._replicate:
             for index in range(len(group.slots)):
                 self._offer(group, [index])
         else:
             self._offer(group, range(len(group.slots)))
 
-    def _reserve(self, group: _OpenGroup, version: int) -> None:
+    def _reserve(self, group: OpenGroup, version: int) -> None:
+        deadline = self._control.deadline(version)
         self._control.reserve(group.id, version)
         group.start.v_traj = version
+        self._accounts.started(group, deadline)
 
     def room(self, version: int) -> int:
         """How many groups more may be given this V_traj now."""
@@ -248,12 +252,12 @@ class SampleBuffer:
         self._reserve(group, version)
         return True
 
-    def _release(self, group: _OpenGroup) -> None:
+    def _release(self, group: OpenGroup) -> None:
         """A group that leaves before it had a V_traj was never reserved."""
         if group.start.v_traj is not None:
             self._control.release(group.id)
 
-    def _offer(self, group: _OpenGroup, indices: Sequence[int], *, after_s: float = 0.0) -> None:
+    def _offer(self, group: OpenGroup, indices: Sequence[int], *, after_s: float = 0.0) -> None:
         slots = [group.slots[i] for i in indices]
         lease = Lease(group.start, group.task, [s.trajectory_id for s in slots], indices)
         for slot in slots:
@@ -277,13 +281,17 @@ class SampleBuffer:
                 if self.ledger.state(trajectory_id) not in (state, State.SCORED):
                     self.ledger.move(trajectory_id, state)
 
+    def log(self, lease: Lease) -> EpisodeLog:
+        """What is known of the lease's episode, and where it keeps what it comes to."""
+        return self._accounts.log(lease)
+
     def put(self, lease: Lease, trajectory: Trajectory) -> None:
         """A scored trajectory. The last that its group misses makes the group ready, or filters or evicts it."""
         group = self._open[lease.group_id]
         slot = group.slots[trajectory.index]
         if slot.trajectory_id != trajectory.id or slot.trajectory is not None:
             raise StalenessViolation(f"trajectory {trajectory.id} was put twice or does not belong to {lease}")
-        self.ledger.move(trajectory.id, State.SCORED)
+        self._accounts.scored(trajectory)
         slot.trajectory = trajectory
         group.missing -= 1
         if not group.missing:
@@ -301,18 +309,14 @@ class SampleBuffer:
         for group in ended.values():
             self._complete(group)
 
-    def _complete(self, open_group: _OpenGroup) -> None:
-        trajectories = tuple(s.trajectory for s in open_group.slots if s.trajectory is not None)
-        v_traj = trajectories[0].v_traj
-        group = Group(id=open_group.id, task=open_group.task, v_traj=v_traj, trajectories=trajectories)
+    def _complete(self, open_group: OpenGroup) -> None:
+        group = open_group.whole()
         del self._open[group.id]
         if self._filter and len(set(group.rewards)) == 1:
-            self._filtered += 1
             self._control.release(group.id)
-            self._end(group.trajectories, State.FILTERED, "zero variance")
+            self._accounts.ended(group.id, group.trajectories, State.FILTERED, "zero variance")
         else:
-            for trajectory in trajectories:
-                self.ledger.move(trajectory.id, State.OCCUPIED)
+            self._accounts.ready(group)
             self._ready[group.id] = group
             for evicted, reason in self._control.occupy(group.id).items():
                 self._drop(evicted, reason)
@@ -324,22 +328,17 @@ class SampleBuffer:
         group = self._open[lease.group_id]
         for slot in (group.slots[i] for i in lease.indices):
             if slot.trajectory is None:
-                if infra:
-                    self._failed_infra += 1
-                else:
-                    self._failed_task += 1
-                self.ledger.move(slot.trajectory_id, State.FAILED, reason)
+                self._accounts.failed(slot.trajectory_id, reason, infra=infra)
                 slot.lease = None
         lost = sorted((s.attempt, i) for i, s in enumerate(group.slots) if s.lease is None)
         again = lost[: max(0, len(lost) - self._redundancy)]
         if all(attempt < self._retries for attempt, _ in again):
-            self._retried += len(again)
             for _, i in again:
                 slot = group.slots[i]
                 slot.attempt += 1
                 slot.trajectory_id = self._next_trajectory
                 self._next_trajectory += 1
-                self.ledger.reserve(slot.trajectory_id)
+                self._accounts.retried_as(slot.trajectory_id, group, i)
             if again:
                 attempt = max(group.slots[i].attempt for _, i in again)
                 backoff = self._backoff_s * 2 ** (attempt - 1) * self._rng.uniform(0.5, 1.5)
@@ -358,32 +357,27 @@ class SampleBuffer:
         elif group_id in self._given:
             raise StalenessViolation(f"group {group_id} is being trained, but would leave its batch: {reason}")
         else:
-            self._end(self._ready.pop(group_id).trajectories, State.SURPLUS, reason)
+            self._accounts.ended(group_id, self._ready.pop(group_id).trajectories, State.SURPLUS, reason)
 
-    def _give_up(self, group: _OpenGroup, state: State, reason: str) -> None:
+    def _give_up(self, group: OpenGroup, state: State, reason: str) -> None:
         """Every member that is not final ends as ``state``; running episodes are interrupted."""
         del self._open[group.id]
         self._ended.pop(group.id, None)
-        self._end([s.trajectory for s in group.slots if s.trajectory is not None], state, reason)
+        self._accounts.ended(group.id, group.finished, state, reason)
         self._interrupt(group, state, reason)
 
-    def _interrupt(self, group: _OpenGroup, state: State, reason: str) -> None:
+    def _interrupt(self, group: OpenGroup, state: State, reason: str) -> None:
         """Every member that has not ended its episode ends as ``state``."""
         leases: dict[int, Lease] = {}
         for slot in group.slots:
             if slot.lease is not None and slot.trajectory is None:
-                self.ledger.move(slot.trajectory_id, state, reason)
+                self._accounts.cut(slot.trajectory_id, state, reason)
                 leases[id(slot.lease)] = slot.lease
                 slot.lease = None
         for lease in leases.values():
             lease.revoked = reason
             if lease.on_revoke is not None:
                 lease.on_revoke()
-
-    def _end(self, trajectories: Sequence[Trajectory], state: State, reason: str = "") -> None:
-        for trajectory in trajectories:
-            self.ledger.move(trajectory.id, state, reason)
-            self._observer.trajectory(trajectory, str(state))
 
     # --- batches
 
@@ -429,8 +423,7 @@ class SampleBuffer:
         self._given.clear()
         self._taken = tuple(self._ready.pop(i) for i in ids)
         self._unconsumed -= len(ids)
-        for group in self._taken:
-            self._end(group.trajectories, State.CONSUMED)
+        self._accounts.consumed(self._taken)
         for group_id in surplus:
             self._drop(group_id, "batch complete")
         self._settle()
@@ -447,8 +440,11 @@ class SampleBuffer:
 
     # --- the end
 
-    def close(self, reason: str) -> None:
-        """Nothing more is admitted; every live trajectory becomes ``aborted(reason)``."""
+    def close(self, reason: str, *, resumable: bool = False) -> None:
+        """Nothing more is admitted; every live trajectory becomes ``aborted(reason)``. ``resumable``: the run store
+        does not hear of that, so that another process can go on with them."""
+        if resumable:
+            self._accounts.detach()
         self._closed = reason
         self._wanted = False
         self._given.clear()
@@ -456,7 +452,7 @@ class SampleBuffer:
             self._give_up(group, State.ABORTED, reason)
             self._release(group)
         for ready in self._ready.values():
-            self._end(ready.trajectories, State.ABORTED, reason)
+            self._accounts.ended(ready.id, ready.trajectories, State.ABORTED, reason)
             self._control.release(ready.id)
         self._ready.clear()
         self._unclaimed.clear()
@@ -467,10 +463,10 @@ class SampleBuffer:
             initial=sum(1 for group in self._open.values() if group.start.v_traj is None),
             version=self._version,
             unclaimed=sum(1 for lease in self._unclaimed if not lease.revoked),
-            filtered=self._filtered,
-            retried=self._retried,
-            failed_task=self._failed_task,
-            failed_infra=self._failed_infra,
+            filtered=self._accounts.filtered,
+            retried=self._accounts.retried,
+            failed_task=self._accounts.failed_task,
+            failed_infra=self._accounts.failed_infra,
         )
 
     def __repr__(self) -> str:

@@ -30,11 +30,12 @@ def train_seconds(model: TrainerModel, tokens: int) -> float:
 
 class SimTrainer:
     """Refuses what the real one refuses: a step out of turn, advantages that do not fit, a batch without what was fed
-    for it. ``trained`` are the steps of all jobs, in order of their end."""
+    for it. ``trained`` are the steps of all jobs, in order of their end. The first goes on from ``checkpoint``."""
 
-    def __init__(self, model: TrainerModel | None = None, part_tokens: int = 1) -> None:
-        self.version = 0
-        self.weights = 0
+    def __init__(
+        self, model: TrainerModel | None = None, part_tokens: int = 1, checkpoint: tuple[int, int] = (0, 0)
+    ) -> None:
+        self.version, self.weights = checkpoint
         self.trained: list[int] = []
         self._model = model or TrainerModel()
         self._part_tokens = part_tokens
@@ -45,8 +46,8 @@ class SimTrainer:
         """A checksum of what was fed, part by part: the same batch in other parts gives other weights, by rounding."""
         self._training: int | None = None
         self._dead = asyncio.Event()
-        self._complete = 0, 0
-        """Version and weights of the newest complete checkpoint."""
+        self.checkpoint = checkpoint
+        """Version and weights of the newest complete one."""
         self._writing: tuple[int, int] | None = None
         self._written_at = 0.0
 
@@ -59,7 +60,7 @@ class SimTrainer:
             await asyncio.sleep(self._model.start_s)
             self._dead.clear()
             self._writing = None
-            self.version, self.weights = self._complete
+            self.version, self.weights = self.checkpoint
             self._fed, self._waiting, self._passes = [], 0, 0
         return self.version
 
@@ -122,7 +123,7 @@ class SimTrainer:
     async def saved(self) -> None:
         await self.while_alive(max(0.0, self._written_at - asyncio.get_running_loop().time()))
         if self._writing is not None:
-            self._complete, self._writing = self._writing, None
+            self.checkpoint, self._writing = self._writing, None
 
     async def watch(self) -> None:
         await self.while_alive(None)

@@ -193,7 +193,7 @@ def test_versions_after_the_one_resumed_from_are_set_aside_with_what_a_kill_left
         (folder / name / "trainer").mkdir(parents=True)
         (folder / name / "trainer" / "state.json").touch()
     (folder / "lost-version-3" / "old").touch()
-    set_aside(ResumePoint(run_dir=tmp_path, checkpoint=folder / "version-2", entry=entry(2)))
+    set_aside(ResumePoint(run_dir=tmp_path, checkpoint=folder / "version-2", entry=entry(2), back=True))
     assert {path.name for path in folder.iterdir()} == {"version-1", "version-2", "lost-version-3"}
     assert not (folder / "lost-version-3" / "old").exists()
 

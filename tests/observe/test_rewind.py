@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 
 from asyncrl.observe.recorder import Recorder
-from asyncrl.observe.run_dir import EVALS, METRICS, TRACE, TRAJECTORIES, LineFile, RunDirError, read_lines, rewind
+from asyncrl.observe.run_dir import (
+    EVALS,
+    METRICS,
+    TRACE,
+    TRAJECTORIES,
+    LineFile,
+    Resumed,
+    RunDirError,
+    read_lines,
+    rewind,
+)
 
 from .synthetic import Clock, make_recipe, make_step, make_trajectory
 
@@ -38,7 +48,7 @@ def test_a_resumed_run_appends_to_what_was_there_at_its_checkpoint(tmp_path: Pat
 
     later = Clock()
     later.now += 1000
-    second = Recorder(tmp_path, make_recipe(), later, resume=(2, 20.0))
+    second = Recorder(tmp_path, make_recipe(), later, resume=Resumed(version=2, at=20.0))
     second.eval(2, 0.375, 4)
     record(second, later, 2, 3)
     assert second.seconds_per_step == 10
@@ -54,7 +64,7 @@ def test_a_resumed_run_appends_to_what_was_there_at_its_checkpoint(tmp_path: Pat
 
 def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path: Path) -> None:
     (tmp_path / METRICS).write_bytes(b'{"version":1}\n{"version":2}\n{"vers')
-    rewind(tmp_path, 2, 0.0)
+    rewind(tmp_path, Resumed(version=2, at=0.0))
     assert (tmp_path / METRICS).read_bytes() == b'{"version":1}\n{"version":2}\n'
     assert [path.name for path in tmp_path.iterdir()] == [METRICS]
 
@@ -62,7 +72,7 @@ def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path: Path) -> None:
 def test_a_line_that_is_no_json_is_an_error_and_the_file_stays(tmp_path: Path) -> None:
     (tmp_path / METRICS).write_bytes(b"oops\n")
     with pytest.raises(RunDirError, match=r"metrics\.jsonl: has a line that is not a JSON object"):
-        rewind(tmp_path, 2, 0.0)
+        rewind(tmp_path, Resumed(version=2, at=0.0))
     assert (tmp_path / METRICS).read_bytes() == b"oops\n"
 
 

@@ -6,7 +6,10 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
+import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -49,20 +52,65 @@ def test_an_interrupted_run_goes_on_where_it_was(train: Start, tiny_recipe: Path
         assert versions == [*range(1, steps + 1), last + 1, last + 2]
         times = [row["time/at"] for row in metrics]
         assert times == sorted(times)
-        # What was trained before the first step after the resumption came from the checkpoint's own weights.
-        assert metrics[-2]["trainer/engine_gap"] < 1e-4
-        assert metrics[-2]["staleness/max"] == 0
+        assert max(row["staleness/max"] for row in metrics) <= 1
         evals = [row["version"] for row in again.lines("evals.jsonl")]
-        assert evals == [0, last, last + 2]
+        assert evals == [0, last + 2]
         tasks = [t["task"] for t in again.lines("trajectories.jsonl") if t["state"] == "consumed"]
-        trained = consumed[: 16 * last]  # a batch that was taken and not trained is of the steps to come
-        assert tasks[: len(trained)] == trained
+        assert tasks[: len(consumed)] == consumed, "also of a batch that was taken and not trained"
         assert len(tasks) == 16 * (last + 2)
         assert (again.run_dir / "report.png").exists()
         assert list(again.run_dir.glob("trace-before-v*.json"))
         AutoModelForCausalLM.from_pretrained(again.run_dir / "checkpoints" / f"version-{last + 2}")
     finally:
         again.kill()
+
+
+def kill_controller(run: Train, steps: int) -> None:
+    """Once it has done so many steps. What it started ends with it."""
+    run.until(lambda: run.steps() >= steps)
+    run.process.kill()
+    run.process.wait()
+    deadline = time.monotonic() + 60
+    while run.processes():
+        assert time.monotonic() < deadline, "processes outlive their controller"
+        time.sleep(0.1)
+
+
+def test_a_run_that_is_killed_and_started_again_loses_nothing(train: Start, tiny_recipe: Path) -> None:
+    overrides = set_("run.steps=7", "run.checkpoint_every=3", "run.eval_tasks=4")
+    run = train(*overrides)
+    for steps in (2, 5):
+        kill_controller(run, steps)
+        run = Train(tiny_recipe, run.run_dir, *overrides)  # the same command
+    try:
+        assert run.wait(200) == 0, run.text()
+        run.check_ended_cleanly()
+        assert run.summary["exit"] == "finished"
+        rows = run.lines("metrics.jsonl")
+        assert len({row["version"] for row in rows}) == len(rows), "a step has two lines"
+        assert [row["version"] for row in run.lines("evals.jsonl")] == [0, 7]
+        with closing(sqlite3.connect(run.run_dir / "run.db")) as db:
+            consumed = db.execute("SELECT step, count(*) FROM groups WHERE state = 'consumed' GROUP BY step").fetchall()
+            assert consumed == [(step, 4) for step in range(7)]
+            ends = dict(db.execute("SELECT state, count(*) FROM trajectories GROUP BY state"))
+            ids = {number for (number,) in db.execute("SELECT id FROM trajectories WHERE state = 'consumed'")}
+            assert db.execute("SELECT value FROM notes WHERE key = 'life'").fetchone() == (3,)
+        ledger = run.summary["ledger"]
+        assert ends == {state: n for state, n in ledger.items() if n and state != "reserved_ever"}
+        written = [t["id"] for t in run.lines("trajectories.jsonl") if t["state"] == "consumed"]
+        assert len(written) == len(set(written)) and set(written) == ids
+    finally:
+        run.kill()
+
+
+def test_two_runs_in_one_folder_are_refused(train: Start, tiny_recipe: Path) -> None:
+    run = train(*set_("run.steps=5000"))
+    run.until(lambda: (run.run_dir / "run.db").exists())
+    second = Train(tiny_recipe, run.run_dir, *set_("run.steps=5000"))
+    assert second.wait(90) == 1
+    assert second.text().splitlines() == [
+        f"asyncrl: {run.run_dir / 'run.lock'}: another process runs in this folder; end it, or give another --run-dir"
+    ]
 
 
 def test_a_killed_run_goes_on_from_its_last_checkpoint_and_a_damaged_one_names_the_one_before(

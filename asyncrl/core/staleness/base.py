@@ -65,6 +65,13 @@ class StalenessControl(Protocol):
     def reserve(self, group_id: int, version: int) -> None:
         """Hold a place for a group whose oldest token may come from ``version``."""
 
+    def deadline(self, version: int) -> int | None:
+        """The last step that may train a group that starts on ``version`` now; None: any."""
+
+    def restore(self, group_id: int, version: int, deadline: int | None) -> None:
+        """Hold the place of a group that was reserved before this control was made, by one of the same numbers. All are
+        restored before anything else."""
+
     def occupy(self, group_id: int) -> dict[int, str]:
         """The group is complete. Groups that leave untrained for it (perhaps itself), each with the reason."""
 

@@ -142,7 +142,14 @@ class StalenessBuffers:
     def reserve(self, group_id: int, version: int) -> None:
         live = group_id in self._reserved or group_id in self._buffer
         check_reserve(group_id, version, step=self._step, admitted=self.admits(version), live=live)
-        deadline = version + self._bound
+        self.restore(group_id, version, self.deadline(version))
+
+    def deadline(self, version: int) -> int:
+        return version + self._bound
+
+    def restore(self, group_id: int, version: int, deadline: int | None) -> None:
+        assert deadline is not None
+        self._open_buffers(deadline)
         self._reserved[group_id] = deadline
         i = deadline - self._step
         self._by_deadline[i][group_id] = None
@@ -240,9 +247,9 @@ class StalenessBuffers:
                 self._place(group_id, deadline, hole)
                 hole = self._step + i
 
-    def _open_buffers(self) -> None:
-        """There is a buffer for every deadline up to the step's."""
-        while len(self._empty) <= self._bound:
+    def _open_buffers(self, deadline: int = 0) -> None:
+        """There is a buffer for every deadline up to the step's, and to ``deadline``."""
+        while len(self._empty) <= max(self._bound, deadline - self._step):
             self._empty.append(self._entries)
             self._passed.append(0)
             self._by_deadline.append({})

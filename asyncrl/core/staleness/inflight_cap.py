@@ -65,7 +65,7 @@ class InflightCap:
         self._limit = 0
         self._use(alpha)
         self._next_alpha = alpha
-        self._newest = step
+        self._newest = -1
         """The newest version that a group started on."""
         self._redundant = redundant
         self._step = step
@@ -113,8 +113,14 @@ class InflightCap:
     def reserve(self, group_id: int, version: int) -> None:
         live = group_id in self._reserved or group_id in self._occupied
         check_reserve(group_id, version, step=self._step, admitted=self.admits(version), live=live)
+        self.restore(group_id, version, self.deadline(version))
+
+    def deadline(self, version: int) -> int:
+        return version + self._slack
+
+    def restore(self, group_id: int, version: int, deadline: int | None) -> None:
+        assert deadline is not None
         self._newest = max(self._newest, version)
-        deadline = version + self._slack
         self._reserved[group_id] = deadline
         self._pending_by_deadline[deadline] = self._pending_by_deadline.get(deadline, 0) + 1
 

@@ -53,6 +53,12 @@ class _Queue:
         check_reserve(group_id, version, step=self._step, admitted=self.admits(version), live=live)
         self._reserved[group_id] = version
 
+    def deadline(self, version: int) -> int | None:
+        return None
+
+    def restore(self, group_id: int, version: int, deadline: int | None) -> None:
+        self._reserved[group_id] = version
+
     def release(self, group_id: int) -> None:
         if self._occupied.pop(group_id, None) is None:
             self._leave_reserved(group_id)

@@ -1,0 +1,183 @@
+"""What a run goes on from, out of its store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import Any
+
+from asyncrl.core.journal import Saved, SavedGroup, SavedSlot, SavedStep, Work, joined
+from asyncrl.core.types import Batch, Group, Task, Trajectory, Turn
+from asyncrl.observe.run_dir import RunDirError
+from asyncrl.observe.segments import advantage, decode
+from asyncrl.observe.store import WHOLE, Store, translated
+
+FindTask = Callable[[str, str], Task]
+"""The task of a source with an id. Raises ``KeyError``."""
+
+
+def load(store: Store, find_task: FindTask, *, checkpoint: int) -> Saved:
+    """Where the run stands, whose newest checkpoint is of version ``checkpoint``. Raises ``RunDirError``."""
+    with translated(store.path):
+        return _Loader(store, find_task).load(checkpoint)
+
+
+def rewind(store: Store, version: int, tasks_done: int) -> None:
+    """Take the run back to where its weights were of ``version``, with ``tasks_done`` tasks given out: what had not
+    been consumed by then is given up. Raises ``RunDirError``."""
+    db, reason = store.db, f"the run went back to version {version}"
+    with translated(store.path), db:
+        lost = db.execute("SELECT id FROM groups WHERE step >= ? OR state IN ('open', 'ready')", (version,)).fetchall()
+        for (group,) in lost:
+            store._end_group(group, "aborted", reason)
+        db.execute("UPDATE groups SET step = NULL WHERE step >= ?", (version,))
+        db.execute("DELETE FROM steps WHERE step >= ?", (version,))
+        for (payload,) in db.execute("DELETE FROM given WHERE step >= ? RETURNING payload", (version,)).fetchall():
+            store._free(payload)
+        db.execute("UPDATE groups SET tasks_done = ? WHERE id = (SELECT max(id) FROM groups)", (tasks_done,))
+
+
+class _Loader:
+    def __init__(self, store: Store, find_task: FindTask) -> None:
+        self._store = store
+        self._db = store.db
+        self._find_task = find_task
+
+    def load(self, checkpoint: int) -> Saved:
+        db = self._db
+        [(consumed,)] = db.execute("SELECT count(*) FROM steps").fetchall()
+        checksums = dict(db.execute("SELECT step, checksum FROM steps WHERE checksum IS NOT NULL"))
+        version = max(checksums, default=-1) + 1
+        taken = self._batch(version) if version < consumed else None
+        with db:  # the batch that was not trained is given anew, and perhaps not in the same parts
+            db.execute("DELETE FROM given WHERE step >= ?", (version,))
+        baseline = db.execute("SELECT baseline FROM steps WHERE step = ?", (version - 1,)).fetchone()
+        final = db.execute(
+            "SELECT state, ifnull(reason, ''), count(*) FROM trajectories WHERE state NOT IN ('live', 'scored') "
+            "GROUP BY 1, 2"
+        )
+        [(groups, filtered)] = db.execute(
+            "SELECT ifnull(max(id) + 1, 0), count(*) FILTER (WHERE state = 'filtered') FROM groups"
+        )
+        [(trajectories, retried, failed, failed_infra)] = db.execute(
+            "SELECT ifnull(max(id) + 1, 0), count(*) FILTER (WHERE attempt > 0), "
+            "count(*) FILTER (WHERE state = 'failed'), count(*) FILTER (WHERE state = 'failed' AND infra) "
+            "FROM trajectories"
+        )
+        done = db.execute("SELECT tasks_done FROM groups WHERE id = ?", (groups - 1,)).fetchone()
+        notes = dict(db.execute("SELECT key, value FROM notes"))
+        return Saved(
+            life=int(notes.get("life", 0)),
+            version=version,
+            consumed=consumed,
+            steps={step: self._step(step, int(checksums[step], 16)) for step in range(checkpoint, version)},
+            taken=taken,
+            groups=tuple(self._groups()),
+            tasks_done=done[0] if done else 0,
+            next_group=groups,
+            next_trajectory=trajectories,
+            final={(state, reason): count for state, reason, count in final},
+            filtered=filtered,
+            retried=retried,
+            failed_task=failed - failed_infra,
+            failed_infra=failed_infra,
+            baseline=baseline[0] if baseline else None,
+            notes=notes,
+        )
+
+    # --- what was trained
+
+    def _step(self, step: int, checksum: int) -> SavedStep:
+        parts = self._db.execute("SELECT part, payload FROM given WHERE step = ? ORDER BY part", (step,)).fetchall()
+        works: dict[int, Work] = {}
+        groups = {group.id: group for group in self._batch(step).groups}
+        for part, payload in parts:
+            ids, advantages = self._read(payload)
+            batch = Batch(step=step, groups=tuple(groups[i] for i in ids))
+            works[part] = Work(batch=batch, advantages=[advantage(a) for a in advantages])
+        if WHOLE not in works:
+            raise RunDirError(
+                f"{self._store.path}: step {step} is not kept, and the newest checkpoint is older; go on from that: "
+                "--resume RUN/checkpoints/version-N"
+            )
+        whole = works.pop(WHOLE)
+        return SavedStep(fed=list(works.values()), work=whole, checksum=checksum)
+
+    def _batch(self, step: int) -> Batch:
+        rows = self._db.execute(
+            "SELECT id, source, task, v_traj FROM groups WHERE step = ? ORDER BY position", (step,)
+        ).fetchall()
+        groups = [
+            Group(
+                id=group,
+                task=self._task(source, task),
+                v_traj=v_traj,
+                trajectories=tuple(
+                    self._trajectory(payload)
+                    for (payload,) in self._db.execute(
+                        "SELECT payload FROM trajectories WHERE group_id = ? AND state = 'consumed' ORDER BY member",
+                        (group,),
+                    )
+                ),
+            )
+            for group, source, task, v_traj in rows
+        ]
+        return Batch(step=step, groups=tuple(groups))
+
+    # --- what was not
+
+    def _groups(self) -> Iterator[SavedGroup]:
+        rows = self._db.execute(
+            "SELECT id, source, task, v_traj, deadline, state = 'ready' FROM groups WHERE state IN ('open', 'ready') "
+            "ORDER BY state, ifnull(position, id)"
+        ).fetchall()
+        for group, source, task, v_traj, deadline, ready in rows:
+            members = self._db.execute(
+                "SELECT id, member, attempt, state, payload FROM trajectories WHERE group_id = ? ORDER BY member, id",
+                (group,),
+            ).fetchall()
+            newest = [list(attempts)[-1] for _, attempts in groupby(members, lambda row: row[1])]
+            yield SavedGroup(
+                id=group,
+                task=self._task(source, task),
+                v_traj=v_traj,
+                deadline=deadline,
+                ready=bool(ready),
+                slots=tuple(
+                    self._slot(number, attempt, state, payload) for number, _, attempt, state, payload in newest
+                ),
+            )
+
+    def _slot(self, number: int, attempt: int, state: str, payload: str | None) -> SavedSlot:
+        trajectory = self._trajectory(payload) if state == "scored" and payload else None
+        turns: list[Turn] = []
+        pieces: list[Turn] = []
+        for whole, data in self._db.execute(
+            "SELECT whole, payload FROM turns WHERE trajectory = ? ORDER BY number, piece", (number,)
+        ):
+            (turns if whole else pieces).append(Turn(**self._read(data)))
+        return SavedSlot(
+            trajectory_id=number,
+            attempt=attempt,
+            live=state == "live",
+            trajectory=trajectory,
+            turns=tuple(turns),
+            partial=joined(pieces) if pieces else None,
+        )
+
+    # --- payloads
+
+    def _read(self, payload: str) -> Any:
+        return decode(self._store.segments.read(payload))
+
+    def _trajectory(self, payload: str) -> Trajectory:
+        return Trajectory(**self._read(payload))
+
+    def _task(self, source: str, name: str) -> Task:
+        try:
+            return self._find_task(source, name)
+        except KeyError:
+            raise RunDirError(
+                f"{self._store.path}: the run has begun task {name!r}, which the training rows do not have any more; "
+                "put it back, or begin a new run"
+            ) from None

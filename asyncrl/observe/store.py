@@ -1,0 +1,346 @@
+"""The run store: what of a run must outlive its processes, in ``run.db`` (SQLite) and ``segments/`` (token data).
+
+``put`` appends to a queue; ``run`` writes the queue on the ``Blocking`` port, everything that came while the last write
+ran in one transaction, payloads before what refers to them. Who must rely on what was put waits in ``committed``: the
+train step does, so that nothing is ever trained that a restart would not know. All else is written within ``LINGER_S``
+and the time of a write; a kill loses at most that, and whole records.
+
+    committed()   waits for: the write that has all that was put    woken by: run
+    run()         waits for: an entry; then LINGER_S at most        woken by: put; committed
+
+Any tool reads the database while the run goes on. Payloads are dropped when nobody needs them any more: those of turns
+when their trajectory ends, those of a group when it leaves untrained, or when a checkpoint has its step. The rows stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import sqlite3
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.core import journal
+from asyncrl.observe.run_dir import RunDirError
+from asyncrl.observe.segments import Segments, encode
+from asyncrl.ports import Blocking
+
+STORE = "run.db"
+SEGMENTS = "segments"
+LOCK = "run.lock"
+SCHEMA = 1
+LINGER_S = 0.1
+"""How long an entry that nobody waits for may wait for others to be written with."""
+QUEUE_LIMIT = 65_536
+"""Entries that may wait for a write; who puts one more writes them on the spot."""
+
+TABLES = """
+CREATE TABLE groups (
+    id INTEGER PRIMARY KEY, source TEXT, task TEXT, tasks_done INTEGER, v_traj INTEGER, deadline INTEGER,
+    state TEXT, reason TEXT, step INTEGER, position INTEGER  -- among the ready ones; in its batch once consumed
+);
+CREATE INDEX groups_live ON groups (state) WHERE state IN ('open', 'ready');
+CREATE INDEX groups_step ON groups (step) WHERE step IS NOT NULL;
+CREATE TABLE trajectories (
+    id INTEGER PRIMARY KEY, group_id INTEGER, member INTEGER, attempt INTEGER, state TEXT, reason TEXT, infra INTEGER,
+    reward REAL, turns INTEGER, tokens INTEGER, finish_reason TEXT, payload TEXT
+);
+CREATE INDEX trajectories_group ON trajectories (group_id);
+CREATE TABLE turns (
+    trajectory INTEGER, number INTEGER, piece INTEGER, whole INTEGER, payload TEXT,
+    PRIMARY KEY (trajectory, number, piece)
+) WITHOUT ROWID;
+CREATE TABLE steps (step INTEGER PRIMARY KEY, baseline REAL, checksum TEXT);
+CREATE TABLE given (step INTEGER, part INTEGER, payload TEXT, PRIMARY KEY (step, part)) WITHOUT ROWID;
+CREATE TABLE notes (key TEXT PRIMARY KEY, value REAL) WITHOUT ROWID;
+"""
+WHOLE = -1
+"""``given.part`` of a batch."""
+
+
+class Store:
+    """The store of the run in ``run_dir``, made if there is none. Raises ``RunDirError``, also where another process
+    has it open. ``before`` is called ahead of each transaction, on the thread that writes: files that must not lag
+    behind the database. ``seconds`` is how long the run has lasted."""
+
+    def __init__(self, run_dir: Path, *, blocking: Blocking) -> None:
+        self.path = run_dir / STORE
+        self.before: Callable[[], None] = lambda: None
+        self.seconds: Callable[[], float] = lambda: 0.0
+        self._blocking = blocking
+        self._mutex = threading.Lock()  # held while writing
+        self._queue: deque[journal.Entry] = deque()
+        self._put = self._done = 0
+        self._error: RunDirError | None = None
+        self._wake, self._urgent = asyncio.Event(), asyncio.Event()
+        self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._lock = _exclusive(run_dir / LOCK)
+        try:
+            self.db = connect(self.path)
+            with translated(self.path):
+                self._freed: list[str] = []
+                live = self.db.execute(
+                    "SELECT payload FROM trajectories WHERE payload IS NOT NULL UNION ALL "
+                    "SELECT payload FROM turns UNION ALL SELECT payload FROM given WHERE payload IS NOT NULL"
+                )
+                self.segments = Segments(run_dir / SEGMENTS, (payload for (payload,) in live))
+                self._ready = self._scalar("SELECT max(position) FROM groups WHERE state = 'ready'") or 0
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    # --- what the runtime calls
+
+    def put(self, entry: journal.Entry) -> None:
+        if len(self._queue) >= QUEUE_LIMIT:
+            self.write()
+        self._queue.append(entry)
+        self._put += 1
+        self._wake.set()
+
+    async def committed(self) -> None:
+        if self._done >= self._put:
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append((self._put, future))
+        self._urgent.set()
+        await future
+
+    async def run(self) -> None:
+        """Beside the run, until cancelled. Raises ``RunDirError``."""
+        while True:
+            await self._wake.wait()
+            if not self._waiters:
+                try:
+                    async with asyncio.timeout(LINGER_S):
+                        await self._urgent.wait()
+                except TimeoutError:
+                    pass
+            self._wake.clear()
+            self._urgent.clear()
+            await self._blocking.run(self.write)
+            while self._waiters and self._waiters[0][0] <= self._done:
+                _, future = self._waiters.popleft()
+                if not future.done():
+                    future.set_result(None)
+            if self._waiters:
+                self._wake.set()
+
+    def close(self) -> None:
+        """Write what is left, and let go of the run directory. Raises ``RunDirError``."""
+        try:
+            self.write()
+        finally:
+            self.segments.close()
+            self.db.close()
+            os.close(self._lock)
+
+    # --- the transaction
+
+    def write(self) -> None:
+        """Everything that was put before the call. On any thread. Raises ``RunDirError``, again once it has failed."""
+        with self._mutex:
+            if self._error is not None:
+                raise self._error
+            entries = [self._queue.popleft() for _ in range(len(self._queue))]
+            if not entries:
+                return
+            try:
+                self.before()
+                with translated(self.path), self.db:
+                    self._apply(entries)
+                    self._note("seconds", self.seconds())
+                    self.segments.sync()
+            except RunDirError as error:
+                self._error = error
+                raise
+            self._done += len(entries)
+            freed, self._freed = self._freed, []
+            for payload in freed:
+                self.segments.free(payload)
+
+    def _apply(self, entries: Sequence[journal.Entry]) -> None:
+        # A trajectory that ends within this transaction needs no turns in between.
+        ended = {e.trajectory.id for e in entries if isinstance(e, journal.Scored)}
+        ended |= {e.trajectory for e in entries if isinstance(e, journal.Ended)}
+        do = self.db.execute
+        for entry in entries:
+            match entry:
+                case journal.TurnPiece():
+                    if entry.trajectory not in ended:
+                        self._keep_turn(entry)
+                case journal.Scored(trajectory=t):
+                    self._drop_turns(t.id)
+                    do(
+                        "UPDATE trajectories SET state = 'scored', reward = ?, turns = ?, tokens = ?, finish_reason = ?"
+                        ", payload = ? WHERE id = ?",
+                        (t.reward, t.turns, len(t.tokens), t.finish_reason, self._payload(t), t.id),
+                    )
+                case journal.GroupOpened(task=task):
+                    do(
+                        "INSERT INTO groups (id, source, task, tasks_done, state) VALUES (?, ?, ?, ?, 'open')",
+                        (entry.group, task.source, task.id, entry.tasks_done),
+                    )
+                    for member, number in enumerate(entry.trajectories):
+                        self._begin(number, entry.group, member, 0)
+                case journal.GroupStarted():
+                    do(
+                        "UPDATE groups SET v_traj = ?, deadline = ? WHERE id = ?",
+                        (entry.v_traj, entry.deadline, entry.group),
+                    )
+                case journal.Retried(group=group, index=member):
+                    attempt = self._scalar(
+                        "SELECT count(*) FROM trajectories WHERE group_id = ? AND member = ?", (group, member)
+                    )
+                    self._begin(entry.trajectory, group, member, attempt)
+                case journal.Ended(trajectory=number):
+                    self._drop_turns(number)
+                    do(
+                        "UPDATE trajectories SET state = ?, reason = ?, infra = ? WHERE id = ?",
+                        (entry.state, entry.reason, entry.infra, number),
+                    )
+                case journal.GroupReady():
+                    self._ready += 1
+                    do("UPDATE groups SET state = 'ready', position = ? WHERE id = ?", (self._ready, entry.group))
+                case journal.GroupEnded():
+                    self._end_group(entry.group, entry.state, entry.reason)
+                case journal.BatchTaken(step=step):
+                    for position, group in enumerate(entry.groups):
+                        do(
+                            "UPDATE groups SET state = 'consumed', step = ?, position = ? WHERE id = ?",
+                            (step, position, group),
+                        )
+                        do(
+                            "UPDATE trajectories SET state = 'consumed' WHERE group_id = ? AND state = 'scored'",
+                            (group,),
+                        )
+                    do("INSERT INTO steps (step) VALUES (?)", (step,))
+                case journal.Given(step=step):
+                    payload = self._payload((entry.groups, entry.advantages))
+                    part = WHOLE if entry.part is None else entry.part
+                    old = self._scalar("SELECT payload FROM given WHERE step = ? AND part = ?", (step, part))
+                    self._free(old)
+                    do("INSERT OR REPLACE INTO given VALUES (?, ?, ?)", (step, part, payload))
+                    if entry.part is None:
+                        do("UPDATE steps SET baseline = ? WHERE step = ?", (entry.baseline, step))
+                case journal.Trained(step=step, checksum=checksum):
+                    do("UPDATE steps SET checksum = ? WHERE step = ?", (f"{checksum:x}", step))
+                case journal.Checkpointed(version=version):
+                    self._drop_trained(version)
+                case journal.Noted():
+                    self._note(entry.key, entry.value)
+
+    def _begin(self, number: int, group: int, member: int, attempt: int) -> None:
+        self.db.execute(
+            "INSERT INTO trajectories (id, group_id, member, attempt, state) VALUES (?, ?, ?, ?, 'live')",
+            (number, group, member, attempt),
+        )
+
+    def _keep_turn(self, entry: journal.TurnPiece) -> None:
+        if not entry.piece:
+            self._drop_turns(entry.trajectory, entry.number)
+        payload = self._payload(entry.turn)
+        row = (entry.trajectory, entry.number, entry.piece or 0, entry.piece is None, payload)
+        self.db.execute("INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?)", row)
+
+    def _drop_turns(self, trajectory: int, first: int = 0) -> None:
+        rows = self.db.execute(
+            "DELETE FROM turns WHERE trajectory = ? AND number >= ? RETURNING payload", (trajectory, first)
+        ).fetchall()
+        self._freed += (payload for (payload,) in rows)
+
+    def _end_group(self, group: int, state: str, reason: str) -> None:
+        self.db.execute("UPDATE groups SET state = ?, reason = ? WHERE id = ?", (state, reason, group))
+        for number, payload in self.db.execute(
+            "SELECT id, payload FROM trajectories WHERE group_id = ? AND state IN ('live', 'scored', 'consumed')",
+            (group,),
+        ).fetchall():
+            self._drop_turns(number)
+            self._free(payload)
+            self.db.execute(
+                "UPDATE trajectories SET state = ?, reason = ?, payload = NULL WHERE id = ?", (state, reason, number)
+            )
+
+    def _drop_trained(self, version: int) -> None:
+        """A checkpoint has all steps before ``version``."""
+        rows = self.db.execute(
+            "SELECT id, payload FROM trajectories WHERE payload IS NOT NULL AND group_id IN "
+            "(SELECT id FROM groups WHERE step < ?)",
+            (version,),
+        ).fetchall()
+        self.db.executemany("UPDATE trajectories SET payload = NULL WHERE id = ?", [(number,) for number, _ in rows])
+        given = self.db.execute("DELETE FROM given WHERE step < ? RETURNING payload", (version,)).fetchall()
+        self._freed += (payload for _, payload in rows)
+        self._freed += (payload for (payload,) in given)
+
+    def _payload(self, value: object) -> str:
+        if isinstance(value, msgspec.Struct):
+            value = msgspec.structs.asdict(value)
+        return self.segments.write(encode(value))
+
+    def _free(self, payload: str | None) -> None:
+        if payload:
+            self._freed.append(payload)
+
+    def _note(self, key: str, value: float | str) -> None:
+        self.db.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (key, value))
+
+    def _scalar(self, query: str, values: Sequence[object] = ()) -> Any:
+        row = self.db.execute(query, values).fetchone()
+        return row[0] if row else None
+
+
+def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
+    """The database, with its tables. Raises ``RunDirError``."""
+    with translated(path):
+        name = f"file:{path}?mode=ro" if read_only else str(path)
+        db = sqlite3.connect(name, uri=read_only, check_same_thread=False)
+        try:
+            (schema,) = db.execute("PRAGMA user_version").fetchone()
+            if schema > SCHEMA:
+                raise RunDirError(
+                    f"{path}: schema {schema}, but this version of asyncrl reads {SCHEMA}; use the one that made it"
+                )
+            if not read_only:
+                db.execute("PRAGMA journal_mode = WAL")
+                db.execute("PRAGMA synchronous = FULL")
+                if not schema:
+                    with db:
+                        db.executescript(f"BEGIN;{TABLES}PRAGMA user_version = {SCHEMA};COMMIT;")
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+
+@contextmanager
+def translated(path: Path) -> Iterator[None]:
+    """SQLite's errors as ``RunDirError``."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        remedy = "free space there, or see what else uses it"
+        if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
+            remedy = "it is damaged: go on from a checkpoint, --resume RUN/checkpoints/version-N"
+        raise RunDirError(f"{path}: {error}; {remedy}") from error
+
+
+def _exclusive(path: Path) -> int:
+    """A lock that ends with this process. Raises ``RunDirError`` where another has it."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise RunDirError(f"{path}: cannot write ({error.strerror}): give another --run-dir") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        raise RunDirError(f"{path}: another process runs in this folder; end it, or give another --run-dir") from None
+    return file

@@ -1,0 +1,113 @@
+"""Accounts: what becomes of every trajectory, told to all that must know it: the ledger, the run store, the observer.
+
+Synchronous; owned by the SampleBuffer, which decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asyncrl.core import journal
+from asyncrl.core.journal import Saved
+from asyncrl.core.ledger import Ledger, State
+from asyncrl.core.types import Group, Trajectory, Turn
+from asyncrl.ports import NoStore, Observer, RunStore
+from asyncrl.runtime.lease import EpisodeLog, Lease
+from asyncrl.runtime.open_group import OpenGroup
+
+
+class Accounts:
+    """``saved`` is what they were when another process kept them."""
+
+    def __init__(self, observer: Observer, store: RunStore, saved: Saved) -> None:
+        self.ledger = Ledger()
+        self._observer = observer
+        self._store = store
+        self.filtered, self.retried = saved.filtered, saved.retried
+        self.failed_task, self.failed_infra = saved.failed_task, saved.failed_infra
+        self._tasks_done = saved.tasks_done
+        self._consumed = saved.consumed
+        """Steps whose batch was taken."""
+        slots = [(slot, group.ready) for group in saved.groups for slot in group.slots]
+        self._known = {slot.trajectory_id: slot for slot, _ in slots if slot.live and (slot.turns or slot.partial)}
+        """Live trajectories that go on from what another process had of them."""
+        live = {slot.trajectory_id: State.RESERVED for slot, _ in slots if slot.live}
+        done = State.OCCUPIED, State.SCORED
+        live |= {slot.trajectory_id: done[not ready] for slot, ready in slots if slot.trajectory is not None}
+        self.ledger.restore(saved.final, live, saved.next_trajectory - 1)
+
+    def opened(self, group: OpenGroup) -> None:
+        trajectories = tuple(slot.trajectory_id for slot in group.slots)
+        for number in trajectories:
+            self.ledger.reserve(number)
+        self._tasks_done += 1
+        self._store.put(
+            journal.GroupOpened(group=group.id, task=group.task, tasks_done=self._tasks_done, trajectories=trajectories)
+        )
+
+    def started(self, group: OpenGroup, deadline: int | None) -> None:
+        """It has its V_traj."""
+        assert group.start.v_traj is not None
+        self._store.put(journal.GroupStarted(group=group.id, v_traj=group.start.v_traj, deadline=deadline))
+
+    def log(self, lease: Lease) -> EpisodeLog:
+        """What is known of the lease's episode, and where it keeps what it comes to. Only single ones keep any."""
+        if len(lease.trajectory_ids) > 1:
+            return EpisodeLog()
+        [trajectory] = lease.trajectory_ids
+
+        def keep(number: int, piece: int | None, turn: Turn) -> None:
+            if not lease.revoked:
+                self._store.put(journal.TurnPiece(trajectory=trajectory, number=number, piece=piece, turn=turn))
+
+        known = self._known.pop(trajectory, None)
+        return EpisodeLog(keep) if known is None else EpisodeLog(keep, known.turns, known.partial)
+
+    def scored(self, trajectory: Trajectory) -> None:
+        self.ledger.move(trajectory.id, State.SCORED)
+        self._store.put(journal.Scored(trajectory=trajectory))
+
+    def failed(self, trajectory_id: int, reason: str, *, infra: bool) -> None:
+        if infra:
+            self.failed_infra += 1
+        else:
+            self.failed_task += 1
+        self.cut(trajectory_id, State.FAILED, reason, infra=infra)
+
+    def retried_as(self, trajectory_id: int, group: OpenGroup, index: int) -> None:
+        self.retried += 1
+        self.ledger.reserve(trajectory_id)
+        self._store.put(journal.Retried(group=group.id, index=index, trajectory=trajectory_id))
+
+    def cut(self, trajectory_id: int, state: State, reason: str, *, infra: bool = False) -> None:
+        """A single episode ends without a score; its group may go on."""
+        self.ledger.move(trajectory_id, state, reason)
+        self._known.pop(trajectory_id, None)
+        self._store.put(journal.Ended(trajectory=trajectory_id, state=state, reason=reason, infra=infra))
+
+    def ready(self, group: Group) -> None:
+        for trajectory in group.trajectories:
+            self.ledger.move(trajectory.id, State.OCCUPIED)
+        self._store.put(journal.GroupReady(group=group.id))
+
+    def ended(self, group_id: int, trajectories: Sequence[Trajectory], state: State, reason: str) -> None:
+        """The group leaves untrained. ``trajectories`` are those of it that were scored."""
+        self.filtered += state is State.FILTERED
+        self._end(trajectories, state, reason)
+        self._store.put(journal.GroupEnded(group=group_id, state=state, reason=reason))
+
+    def consumed(self, groups: Sequence[Group]) -> None:
+        """They are the next batch."""
+        for group in groups:
+            self._end(group.trajectories, State.CONSUMED)
+        self._store.put(journal.BatchTaken(step=self._consumed, groups=tuple(group.id for group in groups)))
+        self._consumed += 1
+
+    def detach(self) -> None:
+        """The store keeps what there is; what comes is of these books only."""
+        self._store = NoStore()
+
+    def _end(self, trajectories: Sequence[Trajectory], state: State, reason: str = "") -> None:
+        for trajectory in trajectories:
+            self.ledger.move(trajectory.id, state, reason)
+            self._observer.trajectory(trajectory, str(state))

@@ -1,0 +1,223 @@
+"""A run that is killed at any moment goes on from what its store holds: nothing lost, nothing trained twice.
+
+On virtual time, with the real store. A kill leaves what was on the disk at that moment: the store as its last write
+left it, and the trainer's newest complete checkpoint. So between two writes all kill points are the same, and the run
+goes on from each such state once.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncrl.build.virtual import simulated
+from asyncrl.config import Recipe, load_table
+from asyncrl.core.ledger import FINAL
+from asyncrl.core.types import flatten
+from asyncrl.observe.saved import load
+from asyncrl.observe.store import SEGMENTS, STORE, Store, connect
+from asyncrl.sim.blocking import SimBlocking
+from asyncrl.sim.loop import run
+from asyncrl.sim.tasks import SimTasks
+
+SMALL: dict[str, Any] = {
+    "env": {"max_turns": 1, "failure_window": 1000, "max_failure_rate": 1.0, "retries": 2},
+    "rollout": {"batch_groups": 2, "group_size": 2, "num_envs": 6, "max_new_tokens": 60, "max_tokens": 400},
+    "engine": {"count": 2, "max_running_requests": 3, "max_total_tokens": 1000, "stream_interval": 8},
+    "run": {"steps": 4, "checkpoint_every": 2},
+    "sim": {
+        "instance": {"load_s": 0.5, "start_s": 0.5},
+        "trainer": {"fixed_s": 1.0, "save_s": 1.0},
+        "weights": {"gigabytes": 0.2},
+        "lengths": {"kind": "lognormal", "mean": 90, "tailness": 77},
+        "prompt_tokens": {"kind": "constant", "value": 10},
+        "tasks": 20,
+        "stall_s": 1e5,
+    },
+}
+
+
+def recipe(*tables: dict[str, Any]) -> Recipe:
+    merged = {name: dict(value) for name, value in SMALL.items()}
+    for table in tables:
+        for name, value in table.items():
+            merged[name] = {**merged.get(name, {}), **value} if isinstance(value, dict) else value
+    return load_table(merged)
+
+
+MULTI_TURN = {"env": {"max_turns": 3}}
+ODD = {
+    "env": {"max_turns": 2},
+    "rollout": {
+        "group_size_redundancy": 1,
+        "filter_zero_variance": True,
+        "max_additional_running_prompts": 1,
+    },
+    "trainer": {"stream": True, "micro_batch_tokens": 1},
+    "sim": {
+        **SMALL["sim"],
+        "env": {"crash": 0.1, "observation_tokens": {"kind": "lognormal", "mean": 9, "tailness": 9}},
+    },
+}
+RECIPES = {
+    "sync": recipe({"preset": "sync"}),
+    "sync, multi-turn": recipe({"preset": "sync"}, MULTI_TURN),
+    "roll-flash": recipe({"staleness": {"bound": 1.5}}),
+    "roll-flash, multi-turn": recipe({"staleness": {"bound": 1}}, MULTI_TURN),
+    "roll-flash, odd": recipe({"staleness": {"bound": 1}}, ODD),
+    "staleflow": recipe({"preset": "staleflow", "staleness": {"bound": 2}}),
+    "staleflow, multi-turn": recipe({"preset": "staleflow", "staleness": {"bound": 1}}, MULTI_TURN),
+    "queue-max": recipe({"preset": "queue-max", "staleness": {"bound": 1}}, MULTI_TURN),
+    "queue-drop": recipe({"preset": "queue-drop"}),
+    "batch rollout": recipe({"rollout": {"queue_scheduling": False}}),
+    "whole groups": recipe({"rollout": {"expand_num_return_sequences": False}}),
+}
+
+
+class Disk(msgspec.Struct):
+    """What a kill leaves."""
+
+    database: bytes
+    segments: dict[str, bytes]
+    checkpoint: tuple[int, int]
+    """Version and weights."""
+
+    def unpack(self, run_dir: Path) -> None:
+        (run_dir / SEGMENTS).mkdir(parents=True)
+        (run_dir / STORE).write_bytes(self.database)
+        for name, data in self.segments.items():
+            (run_dir / SEGMENTS / name).write_bytes(data)
+
+
+class Life:
+    """One process's part of a run: what it found, what it did, and all that was ever on the disk meanwhile, if it is to
+    be ``watched``."""
+
+    def __init__(self, settings: Recipe, run_dir: Path, *, checkpoint: tuple[int, int] = (0, 0), watched: bool = False):
+        self.settings = settings
+        self.run_dir = run_dir
+        self.checkpoint = checkpoint
+        self.watched = watched
+        self.disks: list[Disk] = []
+        run_dir.mkdir(exist_ok=True)
+        run(self._live(), limit=1e6)
+
+    async def _live(self) -> None:
+        store = Store(self.run_dir, blocking=SimBlocking(rng=random.Random("store")))
+        store.db.execute("PRAGMA synchronous = OFF")
+        store.segments.sync = lambda: None  # type: ignore[method-assign]
+        tasks = {task.id: task for task in SimTasks(self.settings.sim, seed=self.settings.seed).train}
+        self.saved = load(store, lambda source, name: tasks[name], checkpoint=self.checkpoint[0])
+        write = store.write
+
+        def watched_write() -> None:
+            self._look(store)  # a checkpoint may have been completed since
+            write()
+            self._look(store)
+
+        if self.watched:
+            store.write = watched_write  # type: ignore[method-assign]
+        self.simulation = await simulated(
+            self.settings, services=[store.run], store=store, saved=self.saved, checkpoint=self.checkpoint
+        )
+        await self.simulation.play()
+        store.close()
+
+    def _look(self, store: Store) -> None:
+        folder = self.run_dir / SEGMENTS
+        segments = {path.name: path.read_bytes() for path in folder.iterdir()}
+        disk = Disk(store.db.serialize(), segments, self.simulation.trainer.checkpoint)
+        if not self.disks or disk != self.disks[-1]:
+            self.disks.append(disk)
+
+    def rows(self, query: str) -> list[tuple[Any, ...]]:
+        db = connect(self.run_dir / STORE, read_only=True)
+        try:
+            return db.execute(query).fetchall()
+        finally:
+            db.close()
+
+
+CONSUMED = "SELECT step, position, id, v_traj FROM groups WHERE state = 'consumed' ORDER BY step, position"
+CHECKSUMS = "SELECT step, checksum FROM steps WHERE checksum IS NOT NULL ORDER BY step"
+ENDS = "SELECT state, count(*) FROM trajectories GROUP BY state"
+
+
+def check(life: Life, before: Disk) -> None:
+    """``life`` went on from ``before`` to the end."""
+    settings, saved = life.settings, life.saved
+    steps, size = settings.run.steps, settings.rollout.batch_groups
+    trainer = life.simulation.trainer
+    # Every step is trained once in the history that survives, and what was trained is trained on the same.
+    assert trainer.version == steps
+    assert trainer.trained == list(range(life.checkpoint[0], steps))
+    consumed = life.rows(CONSUMED)
+    assert [step for step, *_ in consumed] == [step for step in range(steps) for _ in range(size)]
+    limit = settings.staleness.limit
+    assert all(v_traj <= step and (limit is None or step - v_traj <= limit) for step, _, _, v_traj in consumed)
+    db = sqlite3.connect(":memory:")
+    db.deserialize(before.database.replace(b"\x02\x02", b"\x01\x01", 1))  # memory has no WAL
+    with closing(db):
+        assert consumed[: saved.consumed * size] == db.execute(CONSUMED).fetchall(), "a consumed group was lost"
+        known = db.execute(CHECKSUMS).fetchall()
+        assert life.rows(CHECKSUMS)[: len(known)] == known, "a step was trained on something else"
+        ids = {number for (number,) in db.execute("SELECT id FROM trajectories")}
+        scored = {number for (number,) in db.execute("SELECT id FROM trajectories WHERE state = 'scored'")}
+    # The ledger's law holds over both lives.
+    ends = dict(life.rows(ENDS))
+    assert set(ends) <= {str(state) for state in FINAL}
+    counts = life.simulation.run.buffer.ledger.counts()
+    assert ends == {state: n for state, n in counts.items() if n and state != "reserved_ever"}
+    assert counts["reserved_ever"] == sum(ends.values())
+    state_of = dict(life.rows("SELECT id, state FROM trajectories"))
+    assert ids <= set(state_of)
+    assert not scored & {number for number, state in state_of.items() if state == "failed"}
+    # What had ended is trained as it was; what goes on has its tokens.
+    trained = {t.id: t for batch in life.simulation.trace.batches for t in batch.trajectories}
+    for group in saved.groups:
+        for slot in group.slots:
+            t = trained.get(slot.trajectory_id)
+            if t is not None and slot.trajectory is not None:
+                assert t == slot.trajectory
+
+
+def went_on(life: Life) -> list[bool]:
+    """Of each trajectory that was unfinished and is trained now: whether it has the tokens that it had."""
+    trained = {t.id: t for batch in life.simulation.trace.batches for t in batch.trajectories}
+    found = []
+    for group in life.saved.groups:
+        for slot in group.slots:
+            t = trained.get(slot.trajectory_id)
+            turns = [*slot.turns, *([slot.partial] if slot.partial else [])]
+            if t is not None and slot.live and turns:
+                tokens, *_ = flatten(turns)
+                found.append(t.tokens[: len(tokens)] == tokens)
+    return found
+
+
+def killed(name: str, tmp_path: Path, points: int | None) -> list[bool]:
+    settings = RECIPES[name]
+    first = Life(settings, tmp_path / "whole", watched=True)
+    disks = first.disks if points is None else random.Random(name).sample(first.disks, min(points, len(first.disks)))
+    kept = []
+    for number, disk in enumerate(disks):
+        run_dir = tmp_path / f"killed {number}"
+        disk.unpack(run_dir)
+        life = Life(settings, run_dir, checkpoint=disk.checkpoint)
+        check(life, disk)
+        kept += went_on(life)
+        shutil.rmtree(run_dir)
+    return kept
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_killed_run_loses_nothing_and_trains_nothing_twice(name: str, tmp_path: Path) -> None:
+    kept = killed(name, tmp_path, points=6)
+    print(name, len(kept), sum(kept))

@@ -1,0 +1,247 @@
+"""The run store by itself: what it keeps, what it lets go of, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from array import array
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.core import journal
+from asyncrl.core.advantage import TurnRewards
+from asyncrl.core.journal import Saved
+from asyncrl.core.types import Task, Trajectory, Turn
+from asyncrl.observe import segments, store
+from asyncrl.observe.run_dir import RunDirError
+from asyncrl.observe.saved import load, rewind
+from asyncrl.observe.store import SEGMENTS, STORE, Store
+
+TASKS = {f"t{i}": Task(id=f"t{i}", data={"n": i}) for i in range(10)}
+
+
+class Inline:
+    async def run(self, fn: Callable[..., Any], *args: Any) -> Any:
+        await asyncio.sleep(0)
+        return fn(*args)
+
+    async def close(self) -> None: ...
+
+
+def turn(*output: int, prompt: tuple[int, ...] = ()) -> Turn:
+    return Turn(
+        prompt_ids=array("i", prompt),
+        output_ids=array("i", output),
+        logprobs=array("f", [-0.5] * len(output)),
+        versions=array("i", [1] * len(output)),
+        finish_reason="stop",
+    )
+
+
+def trajectory(number: int, group: int, index: int = 0) -> Trajectory:
+    return Trajectory(
+        id=number,
+        group_id=group,
+        index=index,
+        task_id=f"t{group}",
+        v_traj=0,
+        tokens=array("i", [7, number]),
+        loss_mask=array("b", [0, 1]),
+        logprobs=array("f", [0.0, -1.25]),
+        versions=array("i", [-1, 0]),
+        turns=1,
+        reward=0.5,
+        finish_reason="stop",
+        metrics={"solved": 1.0},
+        turn_ends=(2,),
+        turn_rewards=(0.5,),
+        turn_seconds=((0.1, 0.2, 0.3),),
+    )
+
+
+def opened(group: int, *trajectories: int) -> journal.GroupOpened:
+    return journal.GroupOpened(group=group, task=TASKS[f"t{group}"], tasks_done=group + 1, trajectories=trajectories)
+
+
+def finished(group: int, number: int) -> list[journal.Entry]:
+    """A group of one, from its beginning until it waits for its batch."""
+    return [
+        opened(group, number),
+        journal.GroupStarted(group=group, v_traj=0, deadline=1),
+        journal.Scored(trajectory=trajectory(number, group)),
+        journal.GroupReady(group=group),
+    ]
+
+
+def kept(folder: Path, entries: list[journal.Entry]) -> None:
+    """A process that puts these and ends."""
+    with closing(Store(folder, blocking=Inline())) as opened_store:
+        for entry in entries:
+            opened_store.put(entry)
+
+
+def found(folder: Path, checkpoint: int = 0) -> Saved:
+    with closing(Store(folder, blocking=Inline())) as opened_store:
+        return load(opened_store, lambda source, name: TASKS[name], checkpoint=checkpoint)
+
+
+def test_what_was_put_is_found_again(tmp_path: Path) -> None:
+    advantages = [0.5, TurnRewards(ends=(2,), rewards=(1.0,)), None, array("f", [0.0, 1.0])]
+    kept(
+        tmp_path,
+        [
+            *finished(0, 0),
+            *finished(1, 1),
+            opened(2, 2, 3, 4),
+            journal.TurnPiece(trajectory=2, number=0, turn=turn(1, 2, prompt=(9,))),
+            journal.TurnPiece(trajectory=2, number=1, piece=0, turn=turn(3, prompt=(8,))),
+            journal.TurnPiece(trajectory=2, number=1, piece=1, turn=turn(4)),
+            journal.Ended(trajectory=3, state="failed", reason="step: no", infra=True),
+            journal.Retried(group=2, index=1, trajectory=5),
+            journal.Scored(trajectory=trajectory(4, 2, index=2)),
+            journal.BatchTaken(step=0, groups=(1,)),
+            journal.Given(step=0, part=0, groups=(1,), advantages=advantages[:1]),
+            journal.Given(step=0, groups=(1,), advantages=advantages, baseline=0.25),
+            journal.Trained(step=0, checksum=2**63 + 1),
+            journal.BatchTaken(step=1, groups=(0,)),
+            journal.Noted(key="bound", value=1.5),
+            journal.Noted(key="control", value="buffers"),
+        ],
+    )
+    saved = found(tmp_path)
+    assert (saved.version, saved.consumed, saved.baseline) == (1, 2, 0.25)
+    assert (saved.tasks_done, saved.next_group, saved.next_trajectory) == (3, 3, 6)
+    assert saved.final == {("consumed", ""): 2, ("failed", "step: no"): 1}
+    assert (saved.retried, saved.failed_task, saved.failed_infra) == (1, 0, 1)
+    assert saved.notes["bound"] == 1.5 and saved.notes["control"] == "buffers"
+    step = saved.steps[0]
+    assert step.checksum == 2**63 + 1
+    assert list(step.work.advantages) == advantages and [list(w.advantages) for w in step.fed] == [advantages[:1]]
+    assert step.work.batch.groups[0].trajectories == (trajectory(1, 1),)
+    assert step.work.batch.groups[0].task == TASKS["t1"]
+    assert saved.taken is not None and saved.taken.groups[0].id == 0
+    [group] = saved.groups
+    first, second, third = group.slots
+    assert not group.ready and group.v_traj is None
+    assert first.live and first.turns == (turn(1, 2, prompt=(9,)),) and first.partial == turn(3, 4, prompt=(8,))
+    assert second.live and (second.trajectory_id, second.attempt) == (5, 1) and not second.turns
+    assert not third.live and third.trajectory == trajectory(4, 2, index=2)
+
+
+def test_a_turn_takes_the_place_of_its_pieces_and_of_an_episode_that_began_anew(tmp_path: Path) -> None:
+    pieces = [journal.TurnPiece(trajectory=0, number=0, piece=i, turn=turn(i, prompt=(9,))) for i in range(2)]
+    later = journal.TurnPiece(trajectory=0, number=1, turn=turn(7, prompt=(8,)))
+    again = journal.TurnPiece(trajectory=0, number=0, turn=turn(5, prompt=(9,)))
+    kept(tmp_path, [opened(0, 0), *pieces, again, later])
+    assert found(tmp_path).groups[0].slots[0].turns == (again.turn, later.turn)
+    kept(tmp_path, [again])
+    assert found(tmp_path).groups[0].slots[0].turns == (again.turn,)
+
+
+def test_tokens_are_kept_until_a_checkpoint_has_their_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 1)  # a file for each payload
+
+    def files() -> int:
+        return len(list((tmp_path / SEGMENTS).iterdir()))
+
+    kept(tmp_path, [*finished(0, 0), *finished(1, 1), opened(2, 2)])
+    assert files() == 2
+    kept(tmp_path, [journal.TurnPiece(trajectory=2, number=0, turn=turn(1))])
+    assert files() == 3
+    kept(tmp_path, [journal.Ended(trajectory=2, state="aborted", reason="run ended")])
+    assert files() == 2
+    kept(tmp_path, [journal.BatchTaken(step=0, groups=(0,)), journal.Given(step=0, groups=(0,), advantages=[1.0])])
+    kept(tmp_path, [journal.Trained(step=0, checksum=1)])
+    assert files() == 3 and set(found(tmp_path).steps) == {0}
+    kept(tmp_path, [journal.Checkpointed(version=1)])
+    assert files() == 1
+    assert found(tmp_path, checkpoint=1).groups[0].slots[0].trajectory == trajectory(1, 1)
+    kept(tmp_path, [journal.GroupEnded(group=1, state="surplus", reason="queue full")])
+    assert files() == 0
+    with pytest.raises(RunDirError, match=r"step 0 is not kept, and the newest checkpoint is older"):
+        found(tmp_path, checkpoint=0)
+
+
+def test_a_torn_write_is_not_seen_and_damage_is_named(tmp_path: Path) -> None:
+    kept(tmp_path, finished(0, 0))
+    segment = tmp_path / SEGMENTS / "segment-1"
+    whole = segment.read_bytes()
+    segment.write_bytes(whole + b"torn")  # nothing refers to it
+    kept(tmp_path, finished(1, 1))
+    assert [group.id for group in found(tmp_path).groups] == [0, 1]
+    segment.write_bytes(whole[:-1])
+    with pytest.raises(RunDirError, match=r"segment-1: damaged at byte 0; go on from a checkpoint: --resume "):
+        found(tmp_path)
+
+
+def test_a_run_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
+    entries: list[journal.Entry] = []
+    for step in range(3):
+        entries += [
+            *finished(step, step),
+            journal.BatchTaken(step=step, groups=(step,)),
+            journal.Given(step=step, groups=(step,), advantages=[1.0]),
+            journal.Trained(step=step, checksum=step),
+        ]
+    kept(tmp_path, [*entries, *finished(3, 3), opened(4, 4)])
+    with closing(Store(tmp_path, blocking=Inline())) as opened_store:
+        rewind(opened_store, 1, tasks_done=2)
+    saved = found(tmp_path, checkpoint=1)
+    assert (saved.version, saved.consumed, saved.groups, saved.taken) == (1, 1, (), None)
+    assert (saved.tasks_done, saved.next_group, saved.next_trajectory) == (2, 5, 5)
+    assert saved.final == {("consumed", ""): 1, ("aborted", "the run went back to version 1"): 4}
+    kept(tmp_path, [opened(5, 5), journal.BatchTaken(step=1, groups=(5,))])
+
+
+async def test_who_waits_goes_on_when_all_that_was_put_is_written(tmp_path: Path) -> None:
+    with closing(Store(tmp_path, blocking=Inline())) as opened_store:
+        await opened_store.committed()  # nothing to wait for
+        async with asyncio.TaskGroup() as group:
+            service = group.create_task(opened_store.run())
+            for number in range(3):
+                opened_store.put(opened(number, number))
+                async with asyncio.timeout(10):
+                    await opened_store.committed()
+                with closing(sqlite3.connect(tmp_path / STORE)) as db:
+                    assert db.execute("SELECT count(*) FROM groups").fetchone() == (number + 1,)
+            service.cancel()
+
+
+def test_a_full_disk_is_one_line_and_said_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened_store = Store(tmp_path, blocking=Inline())
+    opened_store.db.execute("PRAGMA max_page_count = 1")
+    opened_store.put(opened(0, *range(10_000)))
+    for _ in range(2):
+        with pytest.raises(RunDirError, match=r"run\.db: database or disk is full; free space there") as caught:
+            opened_store.write()
+        assert "\n" not in str(caught.value)
+    with pytest.raises(RunDirError):
+        opened_store.close()
+    kept(tmp_path, [opened(0, 0)])  # it can be opened again
+
+
+def test_a_store_of_a_newer_version_or_in_use_is_refused(tmp_path: Path) -> None:
+    with closing(Store(tmp_path, blocking=Inline())) as first:
+        with pytest.raises(RunDirError, match=r"run\.lock: another process runs in this folder"):
+            Store(tmp_path, blocking=Inline())
+        first.db.execute(f"PRAGMA user_version = {store.SCHEMA + 1}")
+    with pytest.raises(RunDirError, match=r"run\.db: schema 2, but this version of asyncrl reads 1; use the one that"):
+        Store(tmp_path, blocking=Inline())
+
+
+def test_a_full_queue_is_written_on_the_spot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "QUEUE_LIMIT", 2)
+    with closing(Store(tmp_path, blocking=Inline())) as opened_store:
+        for number in range(3):
+            opened_store.put(opened(number, number))
+        assert opened_store.db.execute("SELECT count(*) FROM groups").fetchone() == (2,)
+
+
+def test_a_task_that_is_gone_is_named(tmp_path: Path) -> None:
+    kept(tmp_path, [journal.GroupOpened(group=0, task=Task(id="gone", data={}), tasks_done=1, trajectories=(0,))])
+    with pytest.raises(RunDirError, match=r"has begun task 'gone', which the training rows do not have any more"):
+        found(tmp_path)
