@@ -118,6 +118,7 @@ def find(path: Path, recipe: Recipe) -> ResumePoint:
     if entry is None:  # killed between the two
         at = [row["time/at"] for row in read_lines(folder.parent / METRICS) if row["version"] == version]
         entry = Entry(version=version, at=at[0] if at else 0.0, tasks=version * recipe.rollout.batch_groups)
+    back = back or not (folder.parent / STORE).exists()
     return ResumePoint(run_dir=folder.parent, checkpoint=path, entry=entry, back=back)
 
 

@@ -34,6 +34,9 @@ def rewind(store: Store, version: int, tasks_done: int) -> None:
         db.execute("DELETE FROM steps WHERE step >= ?", (version,))
         for (payload,) in db.execute("DELETE FROM given WHERE step >= ? RETURNING payload", (version,)).fetchall():
             store._free(payload)
+        db.executemany(
+            "INSERT OR IGNORE INTO steps (step, checksum) VALUES (?, '0')", [(step,) for step in range(version)]
+        )  # where the store itself was lost
         db.execute("UPDATE groups SET tasks_done = ? WHERE id = (SELECT max(id) FROM groups)", (tasks_done,))
 
 

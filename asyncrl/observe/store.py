@@ -21,7 +21,7 @@ import sqlite3
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,7 @@ class Store:
         self._mutex = threading.Lock()  # held while writing
         self._queue: deque[journal.Entry] = deque()
         self._put = self._done = 0
+        self._running = False
         self._error: RunDirError | None = None
         self._wake, self._urgent = asyncio.Event(), asyncio.Event()
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
@@ -108,6 +109,9 @@ class Store:
     async def committed(self) -> None:
         if self._done >= self._put:
             return
+        if not self._running:  # the run has ended, and its last checkpoint is written
+            await self._blocking.run(self.write)
+            return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append((self._put, future))
         self._urgent.set()
@@ -115,23 +119,25 @@ class Store:
 
     async def run(self) -> None:
         """Beside the run, until cancelled. Raises ``RunDirError``."""
-        while True:
-            await self._wake.wait()
-            if not self._waiters:
-                try:
-                    async with asyncio.timeout(LINGER_S):
-                        await self._urgent.wait()
-                except TimeoutError:
-                    pass
-            self._wake.clear()
-            self._urgent.clear()
-            await self._blocking.run(self.write)
-            while self._waiters and self._waiters[0][0] <= self._done:
-                _, future = self._waiters.popleft()
-                if not future.done():
-                    future.set_result(None)
-            if self._waiters:
-                self._wake.set()
+        self._running = True
+        try:
+            while True:
+                await self._wake.wait()
+                if not self._waiters:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(LINGER_S):
+                            await self._urgent.wait()
+                self._wake.clear()
+                self._urgent.clear()
+                await self._blocking.run(self.write)
+                while self._waiters and self._waiters[0][0] <= self._done:
+                    _, future = self._waiters.popleft()
+                    if not future.done():
+                        future.set_result(None)
+                if self._waiters:
+                    self._wake.set()
+        finally:
+            self._running = False
 
     def close(self) -> None:
         """Write what is left, and let go of the run directory. Raises ``RunDirError``."""
@@ -328,7 +334,7 @@ def translated(path: Path) -> Iterator[None]:
     except sqlite3.Error as error:
         remedy = "free space there, or see what else uses it"
         if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
-            remedy = "it is damaged: go on from a checkpoint, --resume RUN/checkpoints/version-N"
+            remedy = "remove it, and go on from the newest checkpoint with --resume"
         raise RunDirError(f"{path}: {error}; {remedy}") from error
 
 

@@ -77,5 +77,5 @@ async def woken(waiter: asyncio.Task[Lease]) -> int:
 
 def ended(buffer: SampleBuffer) -> list[tuple[int, str]]:
     """What the observer heard: trajectory and final state, in order."""
-    assert isinstance(buffer._observer, TraceRecorder)
-    return [(e[1], e[2]) for e in buffer._observer.events if e[0] == "trajectory"]
+    assert isinstance(buffer._accounts._observer, TraceRecorder)
+    return [(e[1], e[2]) for e in buffer._accounts._observer.events if e[0] == "trajectory"]

@@ -14,6 +14,7 @@ from asyncrl.build.virtual import Simulation
 from asyncrl.config import Recipe
 from asyncrl.core.types import Trajectory
 from asyncrl.ports import Chunk, GenerateRequest, TrainerDied
+from asyncrl.runtime.accounts import Accounts
 from asyncrl.runtime.env_manager import EpisodePlayer
 from asyncrl.runtime.llm_proxy import Instance, LLMProxy
 from asyncrl.runtime.sample_buffer import SampleBuffer
@@ -195,15 +196,15 @@ def test_a_trainer_that_never_answers_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_buffer_that_reports_an_end_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    end = SampleBuffer._end
+    end = Accounts._end
 
-    def twice(self: SampleBuffer, trajectories: list[Trajectory], state: Any, reason: str = "") -> None:
+    def twice(self: Accounts, trajectories: list[Trajectory], state: Any, reason: str = "") -> None:
         end(self, trajectories, state, reason)
         for trajectory in trajectories:
             if trajectory.id == 9:
                 self._observer.trajectory(trajectory, str(state))
 
-    monkeypatch.setattr(SampleBuffer, "_end", twice)
+    monkeypatch.setattr(Accounts, "_end", twice)
     assert "trajectory 9 ended twice" in str(violation(recipe()))
 
 
