@@ -122,6 +122,11 @@ def _parser() -> argparse.ArgumentParser:
     view.add_argument("--tokens", action="store_true", help="with an episode: each token's id, logprob and version")
     view.set_defaults(run=_view)
 
+    export = commands.add_parser("export", help="write the episodes of a run as a Parquet file")
+    export.add_argument("run_dir", type=Path)
+    export.add_argument("file", type=Path)
+    export.set_defaults(run=_export)
+
     commands.add_parser("serve", help="serve a model: SGLang's HTTP API over the embedded engine", add_help=False)
     commands.add_parser("relay", help="keep the newest weights in a host's shared memory", add_help=False)
     return parser
@@ -196,6 +201,17 @@ def _view(args: argparse.Namespace, arguments: Sequence[str]) -> int:
             list_episodes(args.run_dir, console, state=args.state, task=args.task, last=args.last)
         else:
             show_episode(args.run_dir, args.episode, console, tokens=args.tokens)
+    except RunDirError as error:
+        raise RecipeError(str(error)) from None
+    return 0
+
+
+def _export(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from asyncrl.observe.export import export
+    from asyncrl.observe.run_dir import RunDirError
+
+    try:
+        print(f"{args.file}: {export(args.run_dir, args.file):,} episodes")
     except RunDirError as error:
         raise RecipeError(str(error)) from None
     return 0

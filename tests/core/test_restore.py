@@ -80,5 +80,7 @@ def test_a_restored_control_decides_as_the_one_before(name: str) -> None:
             taken, expected = new.consume(), old.consume()
             assert (taken is None) == (expected is None)
             if taken is not None and expected is not None:
-                assert [len(part) for part in taken] == [len(part) for part in expected]
-                assert taken == expected or name == "buffers"
+                if name == "buffers":  # which has its own mind of who is in which buffer, but not of how many
+                    assert len(taken[0]) == len(expected[0]) and len(taken[1]) <= groups.numbers["redundant"]
+                else:
+                    assert taken == expected

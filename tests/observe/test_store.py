@@ -159,7 +159,7 @@ def test_tokens_are_kept_until_a_checkpoint_has_their_step(tmp_path: Path, monke
     assert files() == 3 and set(found(tmp_path).steps) == {0}
     kept(tmp_path, [journal.Checkpointed(version=1)])
     assert files() == 1
-    assert found(tmp_path, checkpoint=1).groups[0].slots[0].trajectory == trajectory(1, 1)
+    assert found(tmp_path, checkpoint=1).groups[1].slots[0].trajectory == trajectory(1, 1)
     kept(tmp_path, [journal.GroupEnded(group=1, state="surplus", reason="queue full")])
     assert files() == 0
     with pytest.raises(RunDirError, match=r"step 0 is not kept, and the newest checkpoint is older"):
