@@ -92,19 +92,19 @@ class _Loader:
 
     def _step(self, step: int, checksum: int) -> SavedStep:
         parts = self._db.execute("SELECT part, payload FROM given WHERE step = ? ORDER BY part", (step,)).fetchall()
-        works: dict[int, Work] = {}
-        groups = {group.id: group for group in self._batch(step).groups}
-        for part, payload in parts:
-            ids, advantages = self._read(payload)
-            batch = Batch(step=step, groups=tuple(groups[i] for i in ids))
-            works[part] = Work(batch=batch, advantages=[advantage(a) for a in advantages])
-        if WHOLE not in works:
+        if not parts or parts[0][0] != WHOLE:
             raise RunDirError(
                 f"{self._store.path}: step {step} is not kept, and the newest checkpoint is older; go on from that: "
                 "--resume RUN/checkpoints/version-N"
             )
-        whole = works.pop(WHOLE)
-        return SavedStep(fed=list(works.values()), work=whole, checksum=checksum)
+        works: list[Work] = []
+        groups = {group.id: group for group in self._batch(step).groups}
+        for _, payload in parts:
+            ids, advantages = self._read(payload)
+            batch = Batch(step=step, groups=tuple(groups[i] for i in ids))
+            works.append(Work(batch=batch, advantages=[advantage(a) for a in advantages]))
+        whole, *fed = works
+        return SavedStep(fed=fed, work=whole, checksum=checksum)
 
     def _batch(self, step: int) -> Batch:
         rows = self._db.execute(
