@@ -206,8 +206,7 @@ class Session:
             raise ValueError(f"max_tokens: {max_tokens}; must be at least 1")
         if self._limits.in_order and self._scopes:
             raise ValueError(
-                'one request at a time: algorithm.advantage = "gae" judges each generation by what came after it, and '
-                "of two beside each other none does; wait for the reply, or choose another algorithm.advantage"
+                'one request at a time: algorithm.advantage = "gae" judges each by what follows it; wait for the reply'
             )
         prompt = ids if point is None else point.conversation.ids[: point.length] + ids
         if not prompt:
