@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
+from asyncrl.access import VARIABLE, gloo_interface
 from asyncrl.config import Recipe
 from asyncrl.processes import Child, ChildError, free_port
 
@@ -27,12 +28,13 @@ MAX_BACKOFF_S = 30.0
 
 class LocalProcesses(ABC):
     """``count`` processes on loopback, or none where ``given`` are the URLs of running ones, which stay untouched.
-    ``note`` prints a line for the user."""
+    ``note`` prints a line for the user; ``token`` is given to what is started (``access.py``)."""
 
     def __init__(
-        self, recipe: Recipe, given: list[str], count: int, *, logs: Path, note: Callable[[str], None]
+        self, recipe: Recipe, given: list[str], count: int, *, logs: Path, note: Callable[[str], None], token: str
     ) -> None:
         self._recipe = recipe
+        self._token = token
         self._logs = logs
         self._note = note
         self._ports = [] if given else [free_port() for _ in range(count)]
@@ -94,26 +96,29 @@ class LocalProcesses(ABC):
 class LocalRelays(LocalProcesses):
     """``weights.relays`` of them, where the recipe asks for relays and names none."""
 
-    def __init__(self, recipe: Recipe, *, logs: Path, note: Callable[[str], None]) -> None:
+    def __init__(self, recipe: Recipe, *, logs: Path, note: Callable[[str], None], token: str = "") -> None:
         weights = recipe.weights
         count = weights.relays if weights.transport == "relay" else 0
-        super().__init__(recipe, weights.relay_urls, count, logs=logs, note=note)
+        super().__init__(recipe, weights.relay_urls, count, logs=logs, note=note, token=token)
 
     async def _start(self, index: int) -> Child:
         command = [sys.executable, "-m", "asyncrl.weights.relay_main", "--port", str(self._ports[index])]
         command += ["--chunk-mb", str(self._recipe.weights.chunk_mb), "--log-level", "warning"]
-        return await Child.start(f"relay {index}", command, log=self._logs / f"relay-{index}.log", env={})
+        return await Child.start(
+            f"relay {index}", command, log=self._logs / f"relay-{index}.log", env={VARIABLE: self._token}
+        )
 
 
 class LocalServers(LocalProcesses):
     """``engine.count`` servers, where ``engine.urls`` names none."""
 
-    def __init__(self, recipe: Recipe, *, logs: Path, note: Callable[[str], None]) -> None:
-        super().__init__(recipe, recipe.engine.urls, recipe.engine.count, logs=logs, note=note)
+    def __init__(self, recipe: Recipe, *, logs: Path, note: Callable[[str], None], token: str = "") -> None:
+        super().__init__(recipe, recipe.engine.urls, recipe.engine.count, logs=logs, note=note, token=token)
 
     async def _start(self, index: int) -> Child:
         engine = self._recipe.engine
-        env = {"OMP_NUM_THREADS": str(engine.threads), "MKL_NUM_THREADS": str(engine.threads)}
+        env = {"OMP_NUM_THREADS": str(engine.threads), "MKL_NUM_THREADS": str(engine.threads), VARIABLE: self._token}
+        env |= gloo_interface(self._recipe.weights.address)
         if engine.gpus:
             env["CUDA_VISIBLE_DEVICES"] = engine.gpus[index % len(engine.gpus)]
         command = self._embedded(index) if engine.kind == "embedded" else self._sglang(index)

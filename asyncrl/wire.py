@@ -323,6 +323,7 @@ class FetchReq(msgspec.Struct, kw_only=True, frozen=True):
     run: str
     version: int
     offset: int
+    token: str = ""
 
 
 class FetchReply(msgspec.Struct, kw_only=True, frozen=True):

@@ -1,6 +1,6 @@
 """The tree is the map, and this guards it: import direction, purity of the core, structured concurrency, file size.
 
-    core ← env ← ports, wire, shield ← config ← worlds ← build ← cli
+    core ← env ← ports, wire, shield, access ← config ← worlds ← build ← cli
 
 The worlds are runtime, engine, serve, train, weights, sim, envs, observe, and the adapter modules workers, env_workers,
 processes, servers, tokenizer, watchdog, loading, checksum, garbage. They know what is below them and not each other;
@@ -21,7 +21,18 @@ ROOT = Path(asyncrl.__path__[0])
 MODULES = sorted(ROOT.rglob("*.py"))
 MAX_LINES = 500
 
-HEIGHT = {"core": 0, "env": 1, "": 2, "ports": 2, "wire": 2, "shield": 2, "config": 3, "build": 5, "cli": 6}
+HEIGHT = {
+    "core": 0,
+    "env": 1,
+    "": 2,
+    "ports": 2,
+    "wire": 2,
+    "shield": 2,
+    "access": 2,
+    "config": 3,
+    "build": 5,
+    "cli": 6,
+}
 WORLDS = 4
 SAME_LEVEL = {
     ("servers", "processes"): "a local server is a child process",

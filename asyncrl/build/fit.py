@@ -37,7 +37,7 @@ from typing import TypeVar
 import msgspec
 
 from asyncrl.build.profile import Profile, write_profile
-from asyncrl.build.setup import set_up
+from asyncrl.build.setup import checked_token, set_up
 from asyncrl.config import Recipe, RecipeError
 from asyncrl.core.fitting import FitError, Load, PrefillPoint, Quality, StepPoint, fit_cost, new_tokens, plan_loads
 from asyncrl.core.types import Record
@@ -239,6 +239,7 @@ async def fit(
     """
     if urls:
         recipe = msgspec.structs.replace(recipe, engine=msgspec.structs.replace(recipe.engine, urls=list(urls)))
+    token = checked_token(recipe)
     await set_up(recipe, sys.stdout)
     model_type = check_model(recipe.model.path)
     tokenizer = HuggingFaceTokenizer(Path(recipe.model.path))
@@ -247,9 +248,11 @@ async def fit(
     interval = max(1, new_tokens(context, quick=effort.quick) // CHUNKS)
     config = msgspec.structs.replace(recipe.engine, stream_interval=interval)
     logs = Path(tempfile.mkdtemp(prefix="asyncrl-fit-"))
-    servers = LocalServers(recipe, logs=logs, note=note)
+    servers = LocalServers(recipe, logs=logs, note=note, token=token)
     engines = [
-        SGLangEngine(url, f"server {i}", config, rng=random.Random(f"{recipe.seed}/{i}"), model_type=model_type)
+        SGLangEngine(
+            url, f"server {i}", config, rng=random.Random(f"{recipe.seed}/{i}"), model_type=model_type, token=token
+        )
         for i, url in enumerate(servers.urls)
     ]
     sampling = recipe.rollout

@@ -13,7 +13,7 @@ from asyncrl.build import checkpoints
 from asyncrl.build.assemble import Run, World, assemble
 from asyncrl.build.errors import one_line
 from asyncrl.build.resume import restore
-from asyncrl.build.setup import set_up
+from asyncrl.build.setup import checked_token, set_up
 from asyncrl.build.sources import load_environments, load_sources
 from asyncrl.config import Recipe, RecipeError, dumps
 from asyncrl.config.relays import relays_of
@@ -65,6 +65,7 @@ async def train(
     """
     environments = load_environments(recipe)
     own_advantage = load_own(recipe.algorithm.advantage, "algorithm.advantage")
+    token = checked_token(recipe)
     await set_up(recipe, out)
     model_type = check_model(recipe.model.path)
     sources = load_sources(recipe, environments)
@@ -92,8 +93,8 @@ async def train(
     logs.mkdir(exist_ok=point is not None)
     progress = Progress(recorder, out)
     blocking = ThreadBlocking()
-    servers = LocalServers(recipe, logs=logs, note=progress.note)
-    relays = LocalRelays(recipe, logs=logs, note=progress.note)
+    servers = LocalServers(recipe, logs=logs, note=progress.note, token=token)
+    relays = LocalRelays(recipe, logs=logs, note=progress.note, token=token)
     job = HttpTrainer(
         recipe,
         recipe.model.path,
@@ -101,6 +102,7 @@ async def train(
         log=logs / "trainer.log",
         url=recipe.trainer.url,
         resume=None if point is None else point.checkpoint,
+        token=token,
     )
     trainer = RestartingTrainer(
         job,
@@ -113,7 +115,14 @@ async def train(
         saved=saved,
     )
     engines = [
-        SGLangEngine(url, f"server {i}", recipe.engine, rng=random.Random(f"{recipe.seed}/{i}"), model_type=model_type)
+        SGLangEngine(
+            url,
+            f"server {i}",
+            recipe.engine,
+            rng=random.Random(f"{recipe.seed}/{i}"),
+            model_type=model_type,
+            token=token,
+        )
         for i, url in enumerate(servers.urls)
     ]
     services = [servers.watch, relays.watch]
@@ -136,6 +145,7 @@ async def train(
                 timeout_s=recipe.engine.control_timeout_s,
                 observer=recorder,
                 note=progress.note,
+                token=token,
             )
             services.append(chain.watch)
 

@@ -1,4 +1,5 @@
-"""The recipe's setup script: makes the model and the data, once. Its folder appears whole or not at all."""
+"""Before anything starts: the run's token, and the recipe's setup script, which makes the model and the data, once. Its
+folder appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,10 +10,21 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from asyncrl.access import AccessError, demand, given_token, run_token
 from asyncrl.config import Recipe, RecipeError
 from asyncrl.processes import die_with_parent, end_group
 
 GRACE_S = 10.0
+
+
+def checked_token(recipe: Recipe) -> str:
+    """The run's (``access.py``). Raises ``RecipeError`` where relays on other machines need one that is given."""
+    try:
+        if recipe.weights.transport == "relay" and recipe.weights.relay_urls:
+            demand("weights.address =", recipe.weights.address, given_token())
+        return run_token()
+    except AccessError as error:
+        raise RecipeError(str(error)) from None
 
 
 async def set_up(recipe: Recipe, out: TextIO) -> None:

@@ -20,6 +20,7 @@ import msgspec
 from asyncrl.config.algorithm import check_algorithm
 from asyncrl.config.base import RecipeError, Section
 from asyncrl.config.recipe import Recipe, Source
+from asyncrl.config.redact import redacted
 from asyncrl.config.relays import check_relays
 from asyncrl.core.distributions import Empirical
 from asyncrl.core.policy.presets import PRESETS
@@ -28,8 +29,9 @@ S = TypeVar("S", bound=Section)
 
 
 def dumps(recipe: Recipe) -> bytes:
-    """The resolved recipe as JSON, which ``loads_json`` reads back (what the trainer's ranks are given)."""
-    return msgspec.json.format(msgspec.json.encode(recipe), indent=2)
+    """The resolved recipe as JSON without secrets, which ``loads_json`` reads back (what the trainer's ranks are
+    given)."""
+    return msgspec.json.format(msgspec.json.encode(redacted(msgspec.to_builtins(recipe))), indent=2)
 
 
 def loads_json(data: bytes) -> Recipe:

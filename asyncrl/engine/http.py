@@ -20,6 +20,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
+from asyncrl.access import header
 from asyncrl.ports import EngineError, EngineRejected
 from asyncrl.shield import to_the_end
 
@@ -41,10 +42,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Http:
-    """One server's connections. ``retries`` bounds what is repeated, ``rng`` draws the jitter between attempts."""
+    """One server's connections. ``retries`` bounds what is repeated, ``rng`` draws the jitter between attempts,
+    ``token`` is what the server asks for (``access.py``)."""
 
-    def __init__(self, url: str, name: str, *, retries: int, rng: random.Random) -> None:
+    def __init__(self, url: str, name: str, *, retries: int, rng: random.Random, token: str = "") -> None:
         self._base = URL(url)
+        self._headers = {"Content-Type": "application/json", **header(token)}
         self._where = f"engine {name} ({url})"
         self._retries = retries
         self._rng = rng
@@ -54,9 +57,18 @@ class Http:
     def session(self, *, fresh: bool) -> aiohttp.ClientSession:
         """The pool that keeps connections alive, or the one that opens a connection for each request."""
         if self._pooled is None or self._fresh is None:
-            self._pooled = _open(aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S))
-            self._fresh = _open(aiohttp.TCPConnector(limit=0, force_close=True))
+            self._pooled = self._open(aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S))
+            self._fresh = self._open(aiohttp.TCPConnector(limit=0, force_close=True))
         return self._fresh if fresh else self._pooled
+
+    def _open(self, connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=connector,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers=self._headers,
+            skip_auto_headers=["User-Agent", "Accept", "Accept-Encoding"],
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=TCP_CONNECT_S),
+        )
 
     def url(self, path: str) -> URL:
         return self._base.joinpath(path)
@@ -151,16 +163,6 @@ async def shielded(work: Coroutine[Any, Any, object], timeout_s: float) -> None:
     dropped: this is for cleaning up on a server, which may be gone."""
     with suppress(EngineError, TimeoutError):
         await to_the_end(work, timeout_s)
-
-
-def _open(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        connector=connector,
-        cookie_jar=aiohttp.DummyCookieJar(),
-        headers={"Content-Type": "application/json"},
-        skip_auto_headers=["User-Agent", "Accept", "Accept-Encoding"],
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=TCP_CONNECT_S),
-    )
 
 
 def _message(raw: bytes) -> str:

@@ -91,7 +91,8 @@ class _Live:
 
 class SGLangEngine:
     """``url`` is ``http://host:port``. ``version`` is what a server that was never updated holds, ``model_type`` (as
-    in config.json) what it must serve, where that is known. ``rng`` draws the jitter of retries.
+    in config.json) what it must serve, where that is known. ``rng`` draws the jitter of retries. ``token`` is what it
+    asks for (``access.py``).
 
     ``config.stream_interval`` 0 turns streaming off: one reply at the end, cheaper for short outputs, but a server
     that dies takes all tokens of its requests with it.
@@ -106,12 +107,13 @@ class SGLangEngine:
         rng: random.Random,
         model_type: str | None = None,
         version: int = 0,
+        token: str = "",
     ) -> None:
         self.name = name
         self._config = config
         self._model_type = model_type
         self._start_version = version
-        self._http = Http(url, name, retries=config.retries, rng=rng)
+        self._http = Http(url, name, retries=config.retries, rng=rng, token=token)
         self._generate_url = self._http.url("generate")
         self._live: dict[str, _Live] = {}
         self._quiet = asyncio.Event()

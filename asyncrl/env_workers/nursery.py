@@ -1,6 +1,8 @@
 """The process that forks workers: it has the user's module imported, so that a killed worker is replaced in a moment.
 
-    python -m asyncrl.env_workers.nursery '{"target": …, "kwargs": …, "path": …}' SCRATCH
+    ASYNCRL_ENV_SPEC='{"target": …, "kwargs": …, "path": …}' python -m asyncrl.env_workers.nursery SCRATCH
+
+Whoever sees the command line need not see the arguments, which may hold a key.
 
 Its standard input is a socket to the controller: ``START n`` with the worker's socket attached, ``KILL n``; it answers
 ``ENDED n status``. It never runs threads, so forking is safe. A module that starts threads when it is imported is
@@ -37,6 +39,7 @@ from asyncrl.processes import die_with_parent, give_way
 RECORD = struct.Struct("<cxxxii")
 """What is asked or told, the worker's number, and its exit status."""
 START, KILL, ENDED = b"s", b"k", b"e"
+SPEC_VARIABLE = "ASYNCRL_ENV_SPEC"
 
 NICENESS = 5
 """Many busy workers must not keep the controller, which all of them wait for, from a core."""
@@ -172,15 +175,15 @@ def _kill(pid: int) -> None:
 
 
 def main() -> None:
-    spec = msgspec.json.decode(sys.argv[1], type=Spec)
+    spec = msgspec.json.decode(os.environ.pop(SPEC_VARIABLE), type=Spec)
     sys.path[:] = spec.path
-    scratch = Path(sys.argv[2])
+    scratch = Path(sys.argv[1])
     make = None
     if not spec.late:
         make = spec.load()
         if _has_threads():
-            late = msgspec.json.encode(msgspec.structs.replace(spec, late=True)).decode()
-            os.execv(sys.executable, [sys.executable, "-m", "asyncrl.env_workers.nursery", late, str(scratch)])
+            os.environ[SPEC_VARIABLE] = msgspec.json.encode(msgspec.structs.replace(spec, late=True)).decode()
+            os.execv(sys.executable, [sys.executable, "-m", "asyncrl.env_workers.nursery", str(scratch)])
     control = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)

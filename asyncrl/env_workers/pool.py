@@ -38,7 +38,7 @@ from asyncrl.env_workers.messages import (
     decode_answer,
     encode,
 )
-from asyncrl.env_workers.nursery import ENDED, KILL, RECORD, START, Spec
+from asyncrl.env_workers.nursery import ENDED, KILL, RECORD, SPEC_VARIABLE, START, Spec
 from asyncrl.ports import RemoteError
 from asyncrl.processes import Child, ChildError
 
@@ -375,9 +375,10 @@ class EnvProcesses:
             await self._keep_nursery_in(scratch)
 
     async def _keep_nursery_in(self, scratch: str) -> None:
-        command = [sys.executable, "-m", "asyncrl.env_workers.nursery", self._spec, scratch]
+        command = [sys.executable, "-m", "asyncrl.env_workers.nursery", scratch]
         environment = {name: os.environ.get(name, value) for name, value in THREADS.items()}
         environment["PYTHONUNBUFFERED"] = "1"  # a killed process flushes nothing
+        environment[SPEC_VARIABLE] = self._spec
         loop = asyncio.get_running_loop()
         died = 0
         while died <= MAX_RESTARTS:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Recipe
+from asyncrl.config.redact import redacted_command
 from asyncrl.core.observed import Observed, expected_staleness
 from asyncrl.core.types import Record, Trajectory
 from asyncrl.observe.busy import (
@@ -218,7 +219,7 @@ class Tally(Observer):
             ledger=dict(ledger),
             reasons=dict(reasons),
             seed=self.recipe.seed,
-            command=list(command),
+            command=redacted_command(command),
             packages=package_versions(),
         )
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from asyncrl.access import AccessError, demand, given_token
 from asyncrl.serve.spec import ModelSpec, ServeError, read_spec
 
 if TYPE_CHECKING:
@@ -36,13 +37,15 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         _die_with_parent()
+        args.token = given_token()
+        demand("--host", args.host, args.token)
         spec = read_spec(args.model)
         _check(args, spec)
         with _bind(args.host, args.port) as bound:
             for number in _SIGNALS:
                 signal.signal(number, _leave)
             return uvloop.run(_serve(args, _load(args, spec), bound))
-    except ServeError as error:
+    except (ServeError, AccessError) as error:
         print(f"asyncrl serve: {error}", file=sys.stderr)
         return 2
 
@@ -50,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="asyncrl serve", description="Serve a model over SGLang's HTTP API.")
     parser.add_argument("model", type=Path, help="Hugging Face model folder (Qwen3, Qwen2 or Llama)")
-    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--host", default="127.0.0.1", help="any but loopback needs ASYNCRL_TOKEN")
     parser.add_argument("--port", type=int, default=30000, help="0: any free one")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -130,6 +133,7 @@ async def _serve(args: argparse.Namespace, model: Model, bound: socket.socket) -
         served_name=args.served_model_name or str(args.model),
         seed=args.seed,
         on_crash=on_crash,
+        token=args.token,
     )
     # A disconnected client cancels its handler, which aborts its request.
     runner = web.AppRunner(server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.5)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from aiohttp import web
 
+from asyncrl.access import guard
 from asyncrl.core.types import Record
 from asyncrl.serve.kv_cache import KVCache
 from asyncrl.serve.loop import Engine, Output
@@ -100,8 +101,10 @@ class Server:
         served_name: str,
         seed: int,
         on_crash: Callable[[BaseException], None],
+        token: str = "",
     ) -> None:
         spec = model.spec
+        self._token = token
         self.engine = Engine(
             model,
             KVCache(
@@ -128,7 +131,7 @@ class Server:
         self.working = 0  # calls that are on the worker thread or queued for it
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY, middlewares=[_errors])
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[guard(self._token), _errors])
         router = app.router
         router.add_get("/health", self._health)
         router.add_get("/ready", self._ready)

@@ -26,13 +26,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn import Parameter
 
 from asyncrl.config import Recipe
+from asyncrl.core.types import Record
 from asyncrl.train import model
+from asyncrl.train.channel import all_gather
 from asyncrl.train.description import (
     FORMAT,
     STATE,
@@ -47,6 +49,23 @@ from asyncrl.train.description import (
 from asyncrl.train.export import crc32
 from asyncrl.train.lora import is_factor
 from asyncrl.train.step import Learner
+
+INDEX = frozenset(
+    {
+        "pathlib.PosixPath",
+        "torch.Size",
+        "torch.serialization._get_layout",
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        *(
+            f"torch.distributed.checkpoint.metadata.{name}"
+            for name in (
+                *("Metadata", "StorageMeta", "MetadataIndex", "ChunkStorageMetadata", "TensorStorageMetadata"),
+                *("BytesStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+            )
+        ),
+    }
+)
+"""What the index of a checkpoint is made of, beside types of numbers."""
 
 
 class WriteFailed(Exception):
@@ -120,8 +139,7 @@ class Checkpoints:
             files = {path.name: FileInfo(bytes=path.stat().st_size, crc32=crc32(path)) for path in own}
         except (CheckpointException, OSError) as failure:
             error = _cause(failure)
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, (error, files), group=self._group)
+        parts = all_gather((error, files), tuple[str | None, dict[str, FileInfo]], self._group)
         for number, (error, _) in enumerate(parts):
             if error is not None:
                 raise WriteFailed(f"rank {number}: {error}")
@@ -133,7 +151,7 @@ class Checkpoints:
         for name, shape in self._shapes:
             state = {f"model.{name}": torch.empty(shape)}
             try:
-                load(state, storage_reader=FileSystemReader(folder), process_group=self._alone)
+                load(state, storage_reader=_Reader(folder), process_group=self._alone)
             except CheckpointException as error:
                 raise OSError(_cause(error)) from error
             yield name, state[f"model.{name}"] if is_factor(name) else state[f"model.{name}"].to(dtype)
@@ -145,7 +163,7 @@ class Checkpoints:
         folder = checkpoint / STATE
         self._verify(checkpoint, description)
         try:
-            stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+            stored = _Reader(folder).read_metadata().state_dict_metadata
             _make_room(self._learner, stored)
             state = dict(_tensors(self._learner))
             if missing := sorted(state.keys() - stored.keys()):
@@ -153,8 +171,8 @@ class Checkpoints:
             own = f"random.{dist.get_rank()}."
             same = description.ranks == dist.get_world_size()
             state |= {key: _empty(info) for key, info in stored.items() if same and key.startswith(own)}
-            load(state, storage_reader=FileSystemReader(folder), process_group=self._group)
-        except (CheckpointException, OSError) as error:
+            load(state, storage_reader=_Reader(folder), process_group=self._group)
+        except (CheckpointException, OSError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{folder}: {_cause(error)}{remedy(checkpoint)}") from error
         _set_random_states({key.removeprefix(own): t for key, t in state.items() if key.startswith(own)})
         self._learner.version = description.version
@@ -169,11 +187,9 @@ class Checkpoints:
                     error = f"{folder / name}: is corrupt (its checksum differs)"
             except OSError as failure:
                 error = f"{folder / name}: cannot be read ({failure.strerror})"
-        errors: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error, group=self._group)
-        for error in errors:
-            if error is not None:
-                raise CheckpointError(f"{error}{remedy(checkpoint)}")
+        for wrong in all_gather(error, str | None, self._group):  # type: ignore[arg-type]
+            if wrong is not None:
+                raise CheckpointError(f"{wrong}{remedy(checkpoint)}")
 
 
 def _tensors(learner: Learner) -> Iterator[tuple[str, Tensor]]:
@@ -210,9 +226,38 @@ def _empty(info: TensorStorageMetadata | BytesStorageMetadata) -> Tensor:
     return torch.empty(info.size, dtype=info.properties.dtype)
 
 
+class _Index(pickle.Unpickler):
+    """Of a checkpoint's index, which torch pickles: makes nothing but what an index consists of, so that a checkpoint
+    from elsewhere runs no code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" in INDEX or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"its index holds a {module}.{name}, which no index needs: do not trust it")
+
+
+class _Reader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            index: Metadata = _Index(file).load()
+        index.storage_meta = index.storage_meta or StorageMeta()
+        index.storage_meta.load_id = self.load_id
+        return index
+
+
+class _Generators(Record, frozen=True, kw_only=True):
+    """States of Python's and NumPy's random generators."""
+
+    python: tuple[int, tuple[int, ...], float | None]
+    numpy: tuple[str, list[int], int, int, float]
+
+
 def _random_states(rank: int) -> dict[str, Tensor]:
-    others = pickle.dumps((random.getstate(), np.random.get_state()))
-    states = {"torch": torch.get_rng_state(), "python": torch.frombuffer(bytearray(others), dtype=torch.uint8)}
+    kind, keys, place, has_gauss, gauss = np.random.get_state(legacy=True)
+    numpy = (kind, np.asarray(keys).tolist(), int(place), int(has_gauss), float(gauss))
+    generators = _Generators(python=random.getstate(), numpy=numpy)
+    others = bytearray(msgspec.msgpack.encode(generators))
+    states = {"torch": torch.get_rng_state(), "generators": torch.frombuffer(others, dtype=torch.uint8)}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     return {f"random.{rank}.{name}": state for name, state in states.items()}
@@ -225,10 +270,11 @@ def _set_random_states(states: dict[str, Tensor]) -> None:
                 torch.set_rng_state(state)
             case "cuda" if torch.cuda.is_available():
                 torch.cuda.set_rng_state(state)
-            case "python":
-                python, numpy = pickle.loads(state.numpy().tobytes())
-                random.setstate(python)
-                np.random.set_state(numpy)
+            case "generators":
+                generators = msgspec.msgpack.decode(state.numpy().tobytes(), type=_Generators)
+                random.setstate(generators.python)
+                kind, keys, place, has_gauss, gauss = generators.numpy
+                np.random.set_state((kind, np.array(keys, np.uint32), place, has_gauss, gauss))
 
 
 def _cause(error: BaseException) -> str:

@@ -18,6 +18,7 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
+from asyncrl.access import header
 from asyncrl.config import Recipe
 from asyncrl.core.advantage import Advantage, TurnRewards, split_rewards
 from asyncrl.core.types import Batch, Trajectory
@@ -56,12 +57,14 @@ class HttpTrainer:
         log: Path,
         url: str = "",
         resume: Path | None = None,
+        token: str = "",
     ) -> None:
         self._recipe = recipe
         self._model = model
         self._run_dir = run_dir
         self._log = log
         self._resume = resume
+        self._token = token
         self._given_url = url.rstrip("/")
         self._url = self._given_url
         self._job: TorchrunJob | None = None
@@ -93,7 +96,9 @@ class HttpTrainer:
             # Each call sets its own deadline, and opens its own connection: a kept one may have been dropped by the
             # server between two steps, and a step must not be sent twice.
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(force_close=True), timeout=aiohttp.ClientTimeout(total=None)
+                connector=aiohttp.TCPConnector(force_close=True),
+                timeout=aiohttp.ClientTimeout(total=None),
+                headers=header(self._token),
             )
         if not self._given_url and (self._job is None or self._lost or not self._job.running):
             if self._job is not None:
@@ -101,7 +106,9 @@ class HttpTrainer:
             self._lost, self._fed_step, self._fed = False, -1, []
             port = free_port()
             self._url = f"http://127.0.0.1:{port}"
-            self._job = await TorchrunJob.start(self._recipe, self._model, port, self._run_dir, self._log, self._resume)
+            self._job = await TorchrunJob.start(
+                self._recipe, self._model, port, self._run_dir, self._log, self._resume, self._token
+            )
         timeout_s = self._recipe.trainer.connect_timeout_s
         self._info = await self._bounded(self._first_answer(), timeout_s, "not ready", "trainer.connect_timeout_s")
         if self._given_url and self._resume and self._info.version < (version_of(self._resume) or 0):

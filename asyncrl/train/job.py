@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from asyncrl import config
+from asyncrl.access import VARIABLE, gloo_interface
 from asyncrl.ports import TrainerDied, TrainerError
 from asyncrl.processes import Child
 from asyncrl.train.lifetime import PARENT_VARIABLE
@@ -38,22 +39,24 @@ class TorchrunJob:
 
     @classmethod
     async def start(
-        cls, recipe: config.Recipe, model: str, port: int, run_dir: Path, log: Path, resume: Path | None = None
+        cls, recipe: config.Recipe, model: str, port: int, run_dir: Path, log: Path, resume: Path | None, token: str
     ) -> TorchrunJob:
         """Returns as soon as torchrun runs. Raises ``OSError`` or ``ChildError``."""
         path = _write_recipe(recipe, run_dir)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = [sys.executable, "-m", "asyncrl.train.launch", "--rdzv-backend", "one-node"]
         command += ["--nproc-per-node", str(recipe.trainer.ranks), "-m", "asyncrl.train.worker"]
         command += ["--recipe", str(path), "--model", model, "--port", str(port)]
         command += ["--resume", str(resume)] if resume else []
         environment = {
             PARENT_VARIABLE: str(os.getpid()),
+            VARIABLE: token,
             "OMP_NUM_THREADS": str(recipe.trainer.threads),
             "MKL_NUM_THREADS": str(recipe.trainer.threads),
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
         }
+        environment |= gloo_interface(recipe.weights.address)
         if recipe.trainer.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = recipe.trainer.gpus
         log.parent.mkdir(parents=True, exist_ok=True)

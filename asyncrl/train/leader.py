@@ -47,8 +47,9 @@ class Leader:
     """``server.Commands`` over one rank. Owns the staged weights and the update group. Bad batches are left in
     ``run_dir``."""
 
-    def __init__(self, rank: Rank, run_dir: Path) -> None:
+    def __init__(self, rank: Rank, run_dir: Path, token: str) -> None:
         self._rank = rank
+        self._token = token
         self._run_dir = run_dir
         self._fed = Fed()
         self._staged: tuple[int, dict[str, Tensor]] = (-1, {})
@@ -258,7 +259,7 @@ class Leader:
         address = self._rank.recipe.weights.address
         if self._outlet is None:
             try:
-                self._outlet = Outlet(address)
+                self._outlet = Outlet(address, self._token)
             except OSError as error:
                 raise Refused(_cannot_listen("relays", address, error)) from error
         weights = msgspec.structs.replace(self._rank.weights, version=version)
@@ -279,7 +280,7 @@ class Leader:
         self._leave_group()
         try:
             self._group = UpdateGroup(request.address, request.world_size, request.group_name, request.backend)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             raise Refused(_cannot_listen("servers", request.address, error)) from error
         return {"port": float(self._group.port)}
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
+from asyncrl.access import guard
 from asyncrl.wire import FeedReq, OpenGroupReq, PublishReq, SaveReq, TrainerInfo, TrainReply, TrainReq
 
 MAX_BODY = 2**34
@@ -49,10 +50,11 @@ Job = Callable[[], None]
 
 
 class Server:
-    """Serves from construction on, until ``close``."""
+    """Serves from construction on, until ``close``, who has the ``token``."""
 
-    def __init__(self, listener: socket.socket, commands: Commands) -> None:
+    def __init__(self, listener: socket.socket, commands: Commands, token: str = "") -> None:
         self._commands = commands
+        self._token = token
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="sender")
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="waiter")
@@ -77,7 +79,7 @@ class Server:
             runner.run(self._serve(listener))
 
     async def _serve(self, listener: socket.socket) -> None:
-        app = web.Application(client_max_size=MAX_BODY)
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[guard(self._token)])
         app.router.add_get("/health", self._health)
         app.router.add_post("/feed", self._feed)
         app.router.add_post("/train_step", self._train_step)

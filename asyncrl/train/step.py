@@ -30,6 +30,7 @@ from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.core.types import Record
 from asyncrl.train import critic as critics
 from asyncrl.train import statistics
+from asyncrl.train.channel import all_gather
 from asyncrl.train.critic import Judged, Seen
 from asyncrl.train.effort import Effort, cost_of
 from asyncrl.train.loss import LOSSES, LossFunction, Tokens, interpolated, policy_loss
@@ -431,8 +432,7 @@ class Learner:
         if not limit or mean <= limit:
             return
         self.optimizer.zero_grad()
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, worst, group=self._control)
+        of_ranks = all_gather(worst, list[tuple[float, int]], self._control)
         named = heapq.nlargest(NAMED_SEQUENCES, (pair for pairs in of_ranks for pair in pairs))
         listed = ", ".join(f"sequence {number}: {ratio:.3g}" for ratio, number in named)
         raise BadBatch(

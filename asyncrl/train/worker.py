@@ -19,12 +19,17 @@ import sys
 import traceback
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from asyncrl.access import AccessError, demand, given_token, is_loopback
 from asyncrl.config import Recipe, RecipeError, loads_json
 from asyncrl.train.description import CheckpointError, check
 from asyncrl.train.lifetime import die_with_parent
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 
 class GivenUp(Exception):
@@ -40,7 +45,8 @@ def main() -> None:
     args = parser.parse_args()
     die_with_parent()
     try:
-        run(loads_json(args.recipe.read_bytes()), args.model, args.port, args.recipe.parent, args.resume)
+        token = given_token()
+        run(loads_json(args.recipe.read_bytes()), token, args.model, args.port, args.recipe.parent, args.resume)
     except BaseException as error:
         # The controller shows the last such line of the log, so it is written in any case.
         print(f"trainer rank {os.environ.get('RANK', '?')}: {_explain(error)}", file=sys.stderr, flush=True)
@@ -50,8 +56,10 @@ def main() -> None:
     os._exit(0)
 
 
-def run(recipe: Recipe, folder: str, port: int, run_dir: Path, resume: Path | None) -> None:
+def run(recipe: Recipe, token: str, folder: str, port: int, run_dir: Path, resume: Path | None) -> None:
     """One rank's life, from start to /shutdown. What went wrong in a step is kept in ``run_dir``."""
+    if recipe.weights.transport == "relay":
+        demand("weights.address =", recipe.weights.address, token)
     listener = _listen(port) if os.environ["RANK"] == "0" else None
     if resume is not None:
         check(resume, recipe, Path(folder))
@@ -75,7 +83,10 @@ def run(recipe: Recipe, folder: str, port: int, run_dir: Path, resume: Path | No
         device = torch.device(kind)
         torch.set_num_threads(recipe.trainer.threads)
     backend = "nccl" if kind == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=recipe.trainer.step_timeout_s))
+    timeout = timedelta(seconds=recipe.trainer.step_timeout_s)
+    number, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = _store(number, ranks, timeout)
+    dist.init_process_group(backend, store=store, rank=number, world_size=ranks, timeout=timeout)
     try:
         rank = Rank(recipe, folder, device)
         if resume is not None:
@@ -86,8 +97,8 @@ def run(recipe: Recipe, folder: str, port: int, run_dir: Path, resume: Path | No
         if listener is None:
             rank.follow()
         else:
-            leader = Leader(rank, run_dir)
-            server = Server(listener, leader)
+            leader = Leader(rank, run_dir, token)
+            server = Server(listener, leader, token)
             for job in rank.commands(server.jobs()):
                 job()
             leader.shutdown()
@@ -95,6 +106,20 @@ def run(recipe: Recipe, folder: str, port: int, run_dir: Path, resume: Path | No
     except StepBroken as error:
         raise GivenUp(str(error)) from error
     dist.destroy_process_group()
+
+
+def _store(rank: int, ranks: int, timeout: timedelta) -> TCPStore | None:
+    """Where the ranks of one machine meet, on loopback; None: where torchrun says."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "False" or not is_loopback(address):
+        return None
+
+    from torch._C._distributed_c10d import TCPStore
+
+    if rank:
+        return TCPStore(address, port, ranks, is_master=False, timeout=timeout)
+    listener = _listen(port).detach()  # by itself it would listen on all of the machine's addresses
+    return TCPStore(address, port, ranks, is_master=True, timeout=timeout, master_listen_fd=listener)
 
 
 def _listen(port: int) -> socket.socket:
@@ -112,7 +137,7 @@ def _listen(port: int) -> socket.socket:
 def _explain(error: BaseException) -> str:
     text = str(error).strip()
     line = text.splitlines()[0] if text else type(error).__name__
-    if isinstance(error, GivenUp | CheckpointError):
+    if isinstance(error, GivenUp | CheckpointError | AccessError):
         return f"fatal: {line}"
     if isinstance(error, OSError | msgspec.MsgspecError):
         return f"error: {line}"

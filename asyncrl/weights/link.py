@@ -22,6 +22,9 @@ LIMIT = 2**28
 """Largest message before the bytes; a manifest takes about a hundred bytes a tensor."""
 
 
+STRANGER = "it has not the run's token"
+
+
 class LinkBroken(Exception):
     """The connection ended early, or brought what is not of this protocol."""
 

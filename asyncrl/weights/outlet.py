@@ -14,21 +14,24 @@ from contextlib import suppress
 
 import msgspec
 
+from asyncrl.access import matches
 from asyncrl.checksum import checksum_of_part
 from asyncrl.core.manifest import Manifest
 from asyncrl.core.weight_file import WeightFile, lay_out
-from asyncrl.weights.link import LinkBroken, decode, frame, length
+from asyncrl.weights.link import STRANGER, LinkBroken, decode, frame, length
 from asyncrl.wire import FetchReply, FetchReq
 
 
 class Outlet:
-    """Listens at ``address`` from the beginning; ``port`` says where. ``begin``, fill the memory, ``offer``."""
+    """Listens at ``address`` from the beginning; ``port`` says where. ``begin``, fill the memory, ``offer``. Takers
+    have to show the ``token``."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, token: str = "") -> None:
         """Raises ``OSError``, where ``address`` is none of this machine for instance."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family)
         self.port: int = self._listener.getsockname()[1]
+        self._token = token
         self._file = os.memfd_create("asyncrl-weights")
         self._memory = mmap.mmap(-1, 1)
         self._layout = WeightFile(header=b"", places=(), size=0)
@@ -76,6 +79,8 @@ class Outlet:
         with suppress(OSError, LinkBroken), taker:
             taker.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             request = decode(_exactly(taker, length(_exactly(taker, 4))), FetchReq)
+            if not matches(request.token, self._token):
+                raise LinkBroken(STRANGER)
             with self._lock:
                 if self._offered is None or self._offered.version != request.version:
                     taker.sendall(frame(FetchReply()))

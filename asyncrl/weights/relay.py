@@ -19,7 +19,8 @@ from contextlib import suppress
 import msgspec
 from aiohttp import WSMsgType, web
 
-from asyncrl.weights.link import LinkBroken, connect, frame, receive, receive_into
+from asyncrl.access import guard, matches
+from asyncrl.weights.link import STRANGER, LinkBroken, connect, frame, receive, receive_into
 from asyncrl.weights.store import Corrupt, Incoming, NoRoom, Store
 from asyncrl.wire import FetchReply, FetchReq, RelayOrders, RelayState
 
@@ -43,13 +44,14 @@ ABSENT_S = 0.5
 
 class Relay:
     """``data`` is the listening socket where others take weights; ``chunk_bytes`` is how much has to be there before it
-    is given on, at ``pace`` bytes a second at most (0: any)."""
+    is given on, at ``pace`` bytes a second at most (0: any). ``token`` is asked of all, and shown to others."""
 
-    def __init__(self, store: Store, data: socket.socket, chunk_bytes: int, pace: int = 0) -> None:
+    def __init__(self, store: Store, data: socket.socket, chunk_bytes: int, pace: int = 0, token: str = "") -> None:
         self._store = store
         self._data = data
         self._chunk_bytes = chunk_bytes
         self._pace = pace
+        self._token = token
         self._orders = RelayOrders(run="")
         self._incoming: Incoming | None = None
         self._incoming_run = ""
@@ -65,7 +67,7 @@ class Relay:
         self._buffer = memoryview(bytearray(PIECE_BYTES))
 
     def app(self) -> web.Application:
-        app = web.Application()
+        app = web.Application(middlewares=[guard(self._token)])
         app.router.add_get("/control", self._control)
         app.router.add_get("/state", self._show)
         app.router.add_delete("/runs/{run}", self._free)
@@ -203,7 +205,7 @@ class Relay:
             sock = await connect(orders.source)
         with sock:
             offset = 0 if self._incoming is None else self._incoming.received
-            request = FetchReq(run=orders.run, version=version, offset=offset)
+            request = FetchReq(run=orders.run, version=version, offset=offset, token=self._token)
             await asyncio.get_running_loop().sock_sendall(sock, frame(request))
             manifest = (await receive(sock, FetchReply)).manifest
             if manifest is None:
@@ -249,6 +251,8 @@ class Relay:
             if self._pace:
                 sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, self._pace)
             request = await receive(sock, FetchReq)
+            if not matches(request.token, self._token):
+                raise LinkBroken(STRANGER)
             version = await self._found(request, sock)
             manifest = None if version is None else version.manifest
             await loop.sock_sendall(sock, frame(FetchReply(manifest=manifest)))

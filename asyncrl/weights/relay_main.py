@@ -16,6 +16,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from asyncrl.access import AccessError, demand, given_token
 from asyncrl.weights.relay import Relay
 from asyncrl.weights.store import Store, StoreError
 
@@ -30,14 +31,17 @@ def main(argv: list[str] | None = None) -> int:
             raise StoreError(f"--chunk-mb {args.chunk_mb}: must be at least 1")
         if not 0 <= args.max_mb_s < 2**11:
             raise StoreError(f"--max-mb-s {args.max_mb_s}: must be from 0 (any speed) to 2047")
+        token = given_token()
+        demand("--host", args.host, token)
         with (
             _bind(args.host, args.port) as control,
             _bind(args.host, args.data_port) as data,
             Store(args.memory, str(control.getsockname()[1])) as store,
         ):
             # The selector loop: uvloop has no sendfile of a plain socket.
-            asyncio.run(_run(Relay(store, data, args.chunk_mb * 2**20, args.max_mb_s * 2**20), control))
-    except StoreError as error:
+            relay = Relay(store, data, args.chunk_mb * 2**20, args.max_mb_s * 2**20, token)
+            asyncio.run(_run(relay, control))
+    except (StoreError, AccessError) as error:
         print(f"asyncrl relay: {error}", file=sys.stderr)
         return 2
     return 0
@@ -47,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="asyncrl relay", description="Keep the newest weights in this host's shared memory, for its servers."
     )
-    parser.add_argument("--host", default="127.0.0.1", help="where the controller and other relays reach it")
+    parser.add_argument("--host", default="127.0.0.1", help="any but loopback needs ASYNCRL_TOKEN")
     parser.add_argument("--port", type=int, default=31000, help="of the controller's connection")
     parser.add_argument("--data-port", type=int, default=0, help="where others take weights (default: any free one)")
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="mount of the shared memory")

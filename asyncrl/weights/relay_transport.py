@@ -20,6 +20,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
+from asyncrl.access import header
 from asyncrl.core.relay_chain import RelayChain
 from asyncrl.ports import Engine, EngineError, Observer
 from asyncrl.wire import RelayOrders, RelayState
@@ -63,6 +64,7 @@ class RelayTransport:
         observer: Observer,
         note: Callable[[str], None],
         silence_s: float = SILENCE_S,
+        token: str = "",
     ) -> None:
         self._trainer = trainer
         self._relays = list(relays)
@@ -73,6 +75,7 @@ class RelayTransport:
         self._silence_s = silence_s
         self._observer = observer
         self._note = note
+        self._headers = header(token)
         self.chain = RelayChain(keep)
         self.states: dict[str, RelayState] = {}
         """Of the relays that are in the chain."""
@@ -85,7 +88,7 @@ class RelayTransport:
 
     async def watch(self) -> None:
         """Until cancelled."""
-        async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
+        async with aiohttp.ClientSession(headers=self._headers) as session, asyncio.TaskGroup() as tasks:
             for relay in self._relays:
                 tasks.create_task(self._keep(session, relay))
 
@@ -217,7 +220,10 @@ class RelayTransport:
     async def close(self) -> None:
         """Have relays that are not of this run's own making drop what they hold for it."""
         timeout = aiohttp.ClientTimeout(total=CLOSE_S)
-        async with aiohttp.ClientSession(timeout=timeout) as session, asyncio.TaskGroup() as tasks:
+        async with (
+            aiohttp.ClientSession(timeout=timeout, headers=self._headers) as session,
+            asyncio.TaskGroup() as tasks,
+        ):
             for relay in self._relays:
                 tasks.create_task(_free(session, relay, self._run))
 

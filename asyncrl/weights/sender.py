@@ -7,6 +7,7 @@ trainer's process.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -32,10 +33,21 @@ class UpdateGroup:
     """
 
     def __init__(self, address: str, world_size: int, name: str, backend: str) -> None:
-        """Raises ``RuntimeError``, where ``address`` is none of this machine for instance."""
+        """Raises ``RuntimeError`` or ``OSError``, where ``address`` is none of this machine for instance."""
         # Not rendezvous("tcp://…") as on the servers' side: under torchrun it makes no store but looks for the agent's.
-        self._store = TCPStore(address, 0, world_size, is_master=True, timeout=JOIN_TIMEOUT, wait_for_workers=False)
-        self.port = self._store.port
+        # By itself it would listen on all of the machine's addresses.
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family)
+        self.port = listener.getsockname()[1]
+        self._store = TCPStore(
+            address,
+            self.port,
+            world_size,
+            is_master=True,
+            timeout=JOIN_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),  # and closed by it
+        )
         self.on_gpu = backend == "nccl"
         self._world_size = world_size
         self._name = name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import re
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,7 +23,8 @@ from asyncrl.train import checkpoint as checkpoints
 from asyncrl.train import description
 from asyncrl.train.checkpoint import WriteFailed
 from asyncrl.train.client import train_request
-from asyncrl.train.description import CheckpointError
+from asyncrl.train.description import CheckpointError, Description, FileInfo
+from asyncrl.train.export import crc32
 from asyncrl.train.rank import Rank
 from asyncrl.train.work import plan_work
 
@@ -267,3 +270,24 @@ def test_another_model_is_refused_by_its_key(new_rank: Callable[..., Rank], mode
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3, "transformers_version": "9"}))
     with pytest.raises(CheckpointError, match=r"^model\.path: num_hidden_layers = 3: .* was made with 2; set it back"):
         description.check(path, RECIPE, tmp_path)
+
+
+class Trap:
+    """What an index of somebody else's making might hold."""
+
+    def __reduce__(self) -> Any:
+        return print, ("code was run",)
+
+
+def test_a_checkpoint_from_elsewhere_runs_no_code(
+    new_rank: Callable[..., Rank], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = save(new_rank(), tmp_path)
+    index = path / description.STATE / ".metadata"
+    index.write_bytes(pickle.dumps(Trap()))
+    about = msgspec.json.decode((path / description.STATE / description.FILE_NAME).read_bytes(), type=Description)
+    about.files[".metadata"] = FileInfo(bytes=index.stat().st_size, crc32=crc32(index))
+    description.write(path / description.STATE, about)
+    with pytest.raises(CheckpointError, match=r"builtins\.print, which no index needs: do not trust it"):
+        resume(new_rank(), path)
+    assert capsys.readouterr().out == ""
