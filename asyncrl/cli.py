@@ -127,6 +127,10 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("file", type=Path)
     export.set_defaults(run=_export)
 
+    status = commands.add_parser("status", help="say what a run waits for, since when, and until when; or how it ended")
+    status.add_argument("run_dir", type=Path)
+    status.set_defaults(run=_status)
+
     commands.add_parser("serve", help="serve a model: SGLang's HTTP API over the embedded engine", add_help=False)
     commands.add_parser("relay", help="keep the newest weights in a host's shared memory", add_help=False)
     return parser
@@ -147,7 +151,12 @@ def _load(args: argparse.Namespace) -> Recipe:
 
 
 def _check(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    print(dumps(_load(args)).decode())
+    from asyncrl.config.deadlines import inversions
+
+    recipe = _load(args)
+    print(dumps(recipe).decode())
+    for line in inversions(recipe):
+        print(f"asyncrl: {line}", file=sys.stderr)
     return 0
 
 
@@ -215,6 +224,16 @@ def _export(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     except RunDirError as error:
         raise RecipeError(str(error)) from None
     return 0
+
+
+def _status(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from asyncrl.build.status import show
+    from asyncrl.observe.run_dir import RunDirError
+
+    try:
+        return show(args.run_dir, print)
+    except RunDirError as error:
+        raise RecipeError(str(error)) from None
 
 
 def _sim(args: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -372,9 +391,10 @@ async def _train_until_signal(
     from asyncrl.ports import EngineError, TooManyStuck, TrainerError
     from asyncrl.processes import ChildError
     from asyncrl.runtime.llm_proxy import FleetDown
+    from asyncrl.runtime.stall import RunStalled
     from asyncrl.runtime.user_code import EnvFailing
 
-    expected = (EngineError, TrainerError, ChildError, FleetDown, EnvFailing, RunDirError, TooManyStuck)
+    expected = (EngineError, TrainerError, ChildError, FleetDown, EnvFailing, RunDirError, TooManyStuck, RunStalled)
     task = asyncio.current_task()
     assert task is not None
     signals = 0

@@ -183,6 +183,12 @@ class Trainer(Protocol):
     async def saved(self) -> None:
         """Wait until the checkpoint that was begun last is complete. Raises ``CheckpointFailed``."""
 
+    async def doing(self) -> str:
+        """What the job does now, in words that change as it gets on; empty where it does not say. Never raises."""
+
+    def give_up(self) -> None:
+        """The job does not get on: the next ``connect`` starts another, if it can."""
+
     async def close(self) -> None:
         """End the job and wait until its processes are gone (bounded)."""
 

@@ -99,6 +99,10 @@ class Child:
         how = "is running" if code is None else f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
         return f"{self.name} {how}: {last_line(self.log)} (log: {self.log})"
 
+    def kill(self) -> None:
+        """At once, with all in its group."""
+        _signal_group(self.pid, signal.SIGKILL)
+
     async def stop(self, grace_s: float = 10.0) -> None:
         """See ``end_group``."""
         await end_group(self._process, grace_s)

@@ -71,6 +71,12 @@ class LocalProcesses(ABC):
             for child in self._children:
                 group.create_task(child.stop())
 
+    def kill(self, name: str) -> None:
+        """The process of that name ends at once, if it was started here; ``watch`` starts it again."""
+        for child in self._children:
+            if child.name == name and child.exit_code is None:
+                child.kill()
+
     async def _keep(self, index: int) -> None:
         """Keep one process running. Out of restarts it stays dead: the run ends when no server is left."""
         engine, loop = self._recipe.engine, asyncio.get_running_loop()

@@ -4,14 +4,18 @@ A deadline cannot fire while ``time.sleep`` or an endless loop inside an ``async
 watching thread misses the loop's heartbeat and signals the main thread (SIGUSR1), whose handler raises ``LoopBlocked``
 in the very frame that blocks, provided that this is code below an EpisodePlayer or a Scorer: asyncrl's own code is
 never cut in the middle. POSIX, main thread only.
+
+``LoopLag`` measures how late the loop is.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import threading
 import time
+from collections import deque
 from types import CodeType, FrameType
 
 SIGNAL = signal.SIGUSR1
@@ -59,3 +63,25 @@ class LoopWatchdog:
         if at is not None:
             where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             raise LoopBlocked(f"blocked the event loop for {blocked_s:.0f} s at {where}; await instead")
+
+
+class LoopLag:
+    """How late the event loop comes to what is due: measured by a timer, over the last ``samples`` of it."""
+
+    def __init__(self, *, every_s: float = 0.05, samples: int = 1200) -> None:
+        self._every_s = every_s
+        self._lags: deque[float] = deque(maxlen=samples)
+
+    async def run(self) -> None:
+        """Measure until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + self._every_s
+            await asyncio.sleep(self._every_s)
+            self._lags.append(max(0.0, loop.time() - due))
+
+    @property
+    def p99(self) -> float:
+        """In seconds; 0 before anything was measured."""
+        lags = sorted(self._lags)
+        return lags[math.ceil(0.99 * len(lags)) - 1] if lags else 0.0

@@ -287,6 +287,8 @@ class TrainerInfo(msgspec.Struct, kw_only=True, frozen=True):
     dtypes: list[str]
     shapes: list[list[int]]
     checksums: list[int] = []
+    doing: str = ""
+    """What the job does now: the step and its micro-batch; empty between two commands."""
 
 
 # --- Relays -----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 import uvloop
 
-from asyncrl.watchdog import LoopBlocked, LoopWatchdog
+from asyncrl.watchdog import LoopBlocked, LoopLag, LoopWatchdog
 
 
 async def enters_user_code(block: Callable[[], Awaitable[None]]) -> None:
@@ -60,3 +60,19 @@ def test_other_code_is_never_interrupted() -> None:
         await block()
 
     assert uvloop.run(watched(slow, elsewhere)) >= 1.5
+
+
+def test_the_lag_of_the_loop_is_what_timers_come_late() -> None:
+    async def main() -> tuple[float, float]:
+        lag = LoopLag(every_s=0.01)
+        async with asyncio.TaskGroup() as group:
+            measuring = group.create_task(lag.run())
+            await asyncio.sleep(0.03)
+            before = lag.p99
+            time.sleep(0.5)  # noqa: ASYNC251
+            await asyncio.sleep(0.03)
+            measuring.cancel()
+        return before, lag.p99
+
+    before, after = asyncio.run(main())
+    assert after >= 0.4 > 0.0 <= before

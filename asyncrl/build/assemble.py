@@ -39,6 +39,9 @@ from asyncrl.runtime.reward import RewardFunction, Scorer
 from asyncrl.runtime.rollout import Rollout, RolloutPlayer
 from asyncrl.runtime.sample_buffer import SampleBuffer
 from asyncrl.runtime.session import SessionLimits
+from asyncrl.runtime.stage import Stage
+from asyncrl.runtime.stall import StallWatch
+from asyncrl.runtime.status import Books
 from asyncrl.runtime.task_source import TaskMixture
 from asyncrl.runtime.user_code import FailureWindow
 
@@ -74,6 +77,14 @@ class World(msgspec.Struct, kw_only=True):
     """Where another process left the run."""
     own_advantage: Callable[[Batch], Any] | None = None
     services: Sequence[Service] = ()
+    note: Callable[[str], None] = lambda text: None
+    """Prints a line for the user."""
+    kill_server: Callable[[str], None] | None = None
+    """Ends the process of a server, if it was started here; another takes its place."""
+    gate: Stage = msgspec.field(default_factory=lambda: Stage("the start"))
+    """Kept at what the run as a whole waits for."""
+    keep_report: Callable[[str], Awaitable[str]] | None = None
+    """Keeps a report of a stall; says where, as the end of a sentence."""
     gateway: Gateway | None = None
     """For the programs of rollout functions. It listens already."""
 
@@ -86,6 +97,7 @@ class Run(msgspec.Struct, kw_only=True):
     buffer: SampleBuffer
     proxy: LLMProxy
     parameters: ParameterServer
+    books: Books
 
 
 async def assemble(recipe: Recipe, world: World) -> Run:
@@ -93,8 +105,12 @@ async def assemble(recipe: Recipe, world: World) -> Run:
     ``RecipeError``."""
     saved = world.saved
     _check_unchanged(recipe, saved)
+    world.gate.enter("the trainer to be ready", recipe.trainer.connect_timeout_s, "trainer.connect_timeout_s")
     version = await world.trainer.connect()
-    infos = [await engine.connect() for engine in world.engines]
+    infos = []
+    for engine in world.engines:
+        world.gate.enter(f"{engine.name} to be ready", recipe.engine.connect_timeout_s, "engine.connect_timeout_s")
+        infos.append(await engine.connect())
     context_length = min(info.context_length for info in infos)
     if recipe.rollout.max_tokens > context_length:
         raise RecipeError(
@@ -224,6 +240,40 @@ async def assemble(recipe: Recipe, world: World) -> Run:
     advantages = _advantages(recipe.algorithm, world)
     world.trainer.baseline = advantages.running
     heldout = [task for played in world.sources.values() for task in played.heldout[: recipe.run.eval_tasks or None]]
+    evaluator = Evaluator(
+        tasks=heldout,
+        samples=recipe.run.eval_samples,
+        temperature=recipe.run.eval_temperature,
+        concurrency=rollout.num_envs,
+        share=recipe.run.eval_share,
+        players=player,
+        failures=failures,
+        proxy=proxy,
+        parameters=parameters,
+        observer=world.observer,
+        episode_timeout_s=recipe.env.episode_timeout_s,
+        store=world.store,
+        newest=int(saved.notes.get("evaluated", -1)),
+    )
+    books = Books(
+        gate=world.gate,
+        buffer=buffer,
+        proxy=proxy,
+        parameters=parameters,
+        trainer=world.trainer,
+        evaluator=evaluator,
+        bound=recipe.staleness.limit,
+        control_timeout_s=recipe.engine.control_timeout_s,
+        kill=world.kill_server,
+    )
+    watch = StallWatch(
+        books,
+        stall_s=recipe.stall_s,
+        remedy=recipe.run.on_stall,
+        keep=world.keep_report,
+        note=world.note,
+        observer=world.observer,
+    )
     controller = AsyncController(
         steps=recipe.run.steps,
         advantages=advantages.compute if world.own_advantage is None else _blaming(recipe.algorithm, advantages),
@@ -232,21 +282,9 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         parameters=parameters,
         trainer=world.trainer,
         env_managers=managers,
-        evaluator=Evaluator(
-            tasks=heldout,
-            samples=recipe.run.eval_samples,
-            temperature=recipe.run.eval_temperature,
-            concurrency=rollout.num_envs,
-            share=recipe.run.eval_share,
-            players=player,
-            failures=failures,
-            proxy=proxy,
-            parameters=parameters,
-            observer=world.observer,
-            store=world.store,
-            newest=int(saved.notes.get("evaluated", -1)),
-        ),
+        evaluator=evaluator,
         observer=world.observer,
+        gate=world.gate,
         checkpoint=world.checkpoint,
         checkpoint_every=recipe.checkpoint_every,
         overlap=recipe.overlaps_update,
@@ -255,11 +293,14 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         services=(
             *services,
             *world.services,
+            watch.run,
             world.trainer.watch,
             *(played.envs.run for played in world.sources.values()),
         ),
     )
-    return Run(controller=controller, advantages=advantages, buffer=buffer, proxy=proxy, parameters=parameters)
+    return Run(
+        controller=controller, advantages=advantages, buffer=buffer, proxy=proxy, parameters=parameters, books=books
+    )
 
 
 def _fixed(recipe: Recipe) -> dict[str, float | str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import TextIO
 
@@ -15,7 +15,9 @@ from asyncrl.build.errors import one_line
 from asyncrl.build.resume import restore
 from asyncrl.build.setup import checked_token, set_up
 from asyncrl.build.sources import load_environments, load_sources
+from asyncrl.build.status import StatusFile
 from asyncrl.config import Recipe, RecipeError, dumps
+from asyncrl.config.deadlines import inversions
 from asyncrl.config.relays import relays_of
 from asyncrl.core.journal import NOTHING
 from asyncrl.core.ledger import Ledger
@@ -36,10 +38,11 @@ from asyncrl.runtime.gateway import Gateway
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.restarts import RestartingTrainer
 from asyncrl.runtime.reward import Scorer
+from asyncrl.runtime.stage import Stage
 from asyncrl.servers import LocalRelays, LocalServers
 from asyncrl.tokenizer import HuggingFaceTokenizer
 from asyncrl.train.client import HttpTrainer
-from asyncrl.watchdog import LoopWatchdog
+from asyncrl.watchdog import LoopLag, LoopWatchdog
 from asyncrl.weights.collective import CollectiveTransport
 from asyncrl.weights.disk import DiskTransport
 from asyncrl.weights.relay_transport import RelayTransport
@@ -47,6 +50,8 @@ from asyncrl.workers import ThreadBlocking
 
 FLUSH_S = 2.0
 RENDER_S = 0.25
+CLOSE_S = 40.0
+"""How long a part of the run may take to end: more than any of their own deadlines."""
 HEALTH_INTERVAL_S = 10.0
 HEALTH_FAILURES = 3
 USER_CODE = frozenset(f.__code__ for f in (user_code.enter, EpisodePlayer._begin, Scorer.score))
@@ -93,6 +98,8 @@ async def train(
     logs.mkdir(exist_ok=point is not None)
     progress = Progress(recorder, out)
     blocking = ThreadBlocking()
+    gate, lag = Stage("the start"), LoopLag()
+    status = StatusFile(run_dir, gate, lag, blocking)
     servers = LocalServers(recipe, logs=logs, note=progress.note, token=token)
     relays = LocalRelays(recipe, logs=logs, note=progress.note, token=token)
     job = HttpTrainer(
@@ -182,19 +189,67 @@ async def train(
         else:
             await keeper.last(version)
 
+    @asynccontextmanager
+    async def ending(what: str, limit_s: float) -> AsyncIterator[None]:
+        """Count down, on the display and in the status, what the end of the run waits for. Nothing but a cancellation
+        may be raised inside."""
+        gate.who = "the end of the run"
+        gate.enter(what, limit_s)
+        loop = asyncio.get_running_loop()
+
+        async def count() -> None:
+            until = loop.time() + limit_s
+            while True:
+                left = f"{max(0.0, until - loop.time()):.0f} s left"
+                progress.ending = f"waits for {what}, {left}; another Ctrl-C or SIGTERM stops at once"
+                progress.render()
+                await asyncio.sleep(RENDER_S)
+
+        async with asyncio.TaskGroup() as group:
+            telling = [group.create_task(count()), group.create_task(status.keep())]
+            try:
+                yield
+            finally:
+                progress.ending = ""
+                for task in telling:
+                    task.cancel()
+
     async def last_checkpoint() -> None:
         """What has been trained is kept, if that can be done in time; a second interrupt cuts it short."""
         version = 0 if run is None else run.parameters.newest
         if keeper.has(version) or not job.alive or not recipe.run.last_checkpoint_s:
             return
         progress.note("writing a last checkpoint")
-        try:
-            async with asyncio.timeout(recipe.run.last_checkpoint_s):
-                await keeper.last(version)
-        except TimeoutError:
-            progress.note(f"no last checkpoint within run.last_checkpoint_s = {recipe.run.last_checkpoint_s:g}")
-        except (TrainerError, RunDirError) as error:
-            progress.note(f"no last checkpoint: {error}")
+        async with ending("a last checkpoint", limit_s := recipe.run.last_checkpoint_s):
+            try:
+                async with asyncio.timeout(limit_s):
+                    await keeper.last(version)
+            except TimeoutError:
+                progress.note(f"no last checkpoint within run.last_checkpoint_s = {limit_s:g}")
+            except (TrainerError, RunDirError) as error:
+                progress.note(f"no last checkpoint: {error}")
+
+    async def close_all() -> None:
+        """End all processes and give back what they held, one after another. One that does not end in time is left to
+        the kernel, which ends it with this process."""
+        closes: list[tuple[str, Callable[[], Awaitable[None]]]] = [
+            ("the weights", transport.close),
+            ("the trainer", trainer.close),
+            *((engine.name, engine.close) for engine in engines),
+            ("servers", servers.stop),
+            ("relays", relays.stop),
+        ]
+        if gateway is not None:
+            closes.insert(0, ("the gateway", gateway.close))
+        for what, close in closes:
+            async with ending(f"{what} to end", CLOSE_S):
+                try:
+                    async with asyncio.timeout(CLOSE_S):
+                        await close()
+                except TimeoutError:
+                    progress.note(f"{what}: no end within {CLOSE_S:g} s; it ends with this process")
+        await blocking.close()
+        await writer.close()
 
     async def flush() -> None:
         while True:
@@ -228,57 +283,54 @@ async def train(
             keeper.watch,
             LoopWatchdog(USER_CODE, limit_s=recipe.env.block_timeout_s).run,
         ],
+        note=progress.note,
+        kill_server=None if recipe.engine.urls else servers.kill,
+        keep_report=status.keep_report,
+        gate=gate,
     )
 
     async def render() -> None:
         while True:
             if run is not None:
                 _gauge(recorder, run)
+                recorder.counter("loop/lag_p99", recorder.clock(), lag.p99)
             progress.render()
             await asyncio.sleep(RENDER_S)
 
     ended = "failed: did not start"
     try:
         async with asyncio.TaskGroup() as group:
-            display = group.create_task(render())
+            for line in inversions(recipe):
+                progress.note(line)
+            gate.enter("servers, relays and trainer to be started")
+            beside = [group.create_task(work()) for work in (render, lag.run, status.keep)]
             progress.note(f"starting {len(engines)} servers and {recipe.trainer.ranks} trainer ranks, logs in {logs}")
             if gateway is not None:
                 await _listen(gateway, recipe)
             await relays.start()
             await servers.start()
-            run = await relays.until_death(servers.until_death(assemble(recipe, world)))
+            run = status.run = await relays.until_death(servers.until_death(assemble(recipe, world)))
             monitor = HealthMonitor(engines, HEALTH_INTERVAL_S, HEALTH_FAILURES, _on_health(run.proxy))
-            watching = group.create_task(monitor.run())
+            beside.append(group.create_task(monitor.run()))
             with rare_collections():
                 await run.controller.run()
-            watching.cancel()
-            display.cancel()
+            for task in beside:
+                task.cancel()
         ended = "finished"
     except asyncio.CancelledError:
-        ended = "interrupted"
+        ended, status.run = "interrupted", None
         await last_checkpoint()
         raise
     except BaseException as error:
-        ended = f"failed: {one_line(error)}"
+        ended, status.run = f"failed: {one_line(error)}", None
         await last_checkpoint()
         raise
     finally:
         try:
-            doors = [] if gateway is None else [gateway.close]
-            engines_close = [engine.close for engine in engines]
-            for close in (
-                *doors,
-                transport.close,
-                trainer.close,
-                *engines_close,
-                servers.stop,
-                relays.stop,
-                blocking.close,
-                writer.close,
-            ):
-                await close()
+            await close_all()
         finally:  # a second interrupt cuts the above short: the kernel ends the processes with this one
             books = Ledger() if run is None else run.buffer.ledger
+            status.remove()
             with closing(store):
                 summary = _finish(recorder, progress, run_dir, books, ended=ended, command=command, started=started)
     return summary

@@ -349,6 +349,12 @@ class RunConfig(Section, frozen=True, kw_only=True):
     """How many of the newest checkpoints stay, beside the best; 0: all."""
     last_checkpoint_s: float = 120.0
     """How long a run that ends early may take to write its last checkpoint; 0: it writes none."""
+    stall_s: float = 0.0
+    """No progress for so long (no token, step of an environment, reward, micro-batch or move of weights): the run says
+    who holds it up, and does as ``on_stall`` says. 0: a minute more than the longest deadline of a single wait."""
+    on_stall: Literal["mend", "report", "end"] = "mend"
+    """``mend``: cut what holds the run up (re-route the request and start its server anew, fail the episode, start the
+    trainer anew), and end the run if that does not help. ``report``: only say it. ``end``: end the run at once."""
     trace_requests: bool = True
     """False: ``trace.json`` leaves single requests and episodes out, a few hundred bytes each."""
 
@@ -399,6 +405,15 @@ class Recipe(Section, frozen=True, kw_only=True):
     def checkpoint_every(self) -> int:
         """Steps between checkpoints, as the user and what may have to be trained again ask for them."""
         return min(filter(None, (self.run.checkpoint_every, self.trainer.replay_steps)), default=0)
+
+    @property
+    def stall_s(self) -> float:
+        """Without progress for so long the run is stalled."""
+        engine = self.engine
+        waits = [engine.request_timeout_s, engine.control_timeout_s, engine.connect_timeout_s, engine.patience_s]
+        for source in self.mixture.values():
+            waits += [source.env.reset_timeout_s, source.env.step_timeout_s, source.env.reward_timeout_s]
+        return self.run.stall_s or 60.0 + max(waits)
 
     @property
     def batch_trajectories(self) -> int:

@@ -44,6 +44,8 @@ class Progress:
         self._live: Live | None = None
         self._next_line = tally.clock()
         self._evals_told = 0
+        self.ending = ""
+        """What the end of the run waits for, if it has come to that."""
         self._samples: deque[tuple[float, float, dict[str, tuple[float, float]]]] = deque()
         if out.isatty() and os.environ.get("TERM") != "dumb":
             from rich.console import Console
@@ -69,7 +71,7 @@ class Progress:
         now = self._tally.clock()
         if now >= self._next_line:
             self._next_line = now + PLAIN_INTERVAL_S
-            self._print(self._line())
+            self._print(f"stopping: {self.ending}" if self.ending else self._line())
 
     def note(self, text: str) -> None:
         """Print a line; on a terminal, above the panel."""
@@ -90,7 +92,10 @@ class Progress:
         tally = self._tally
         m, gauges, recipe = tally.metrics, tally.gauges, tally.recipe
         reward = f"  reward {tally.rewards[-1]:.3f} {self._sparkline(tally.rewards)}" if tally.rewards else ""
-        rows = [("controller", f"step {len(tally.rewards)}/{recipe.run.steps}{reward}{self._time_left()}")]
+        lag = f"  loop lag {1000 * gauges['loop/lag_p99']:.0f} ms" if "loop/lag_p99" in gauges else ""
+        rows = [("controller", f"step {len(tally.rewards)}/{recipe.run.steps}{reward}{self._time_left()}{lag}")]
+        if self.ending:
+            rows.append(("stopping", self.ending))
         running = sum(s.running for s in tally.servers.values())
         waiting = gauges.get("rollout/waiting", 0)
         bubbles = f"  bubbles {_percent(m.get('bubble/share'))}"

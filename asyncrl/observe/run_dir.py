@@ -20,6 +20,8 @@ TRAJECTORIES = "trajectories.jsonl"
 TRACE = "trace.json"
 SUMMARY = "summary.json"
 REPORT = "report.png"
+STATUS = "status.json"
+STALLS = "stalls"
 
 
 class RunDirError(Exception):

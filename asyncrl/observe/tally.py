@@ -114,7 +114,7 @@ class Tally(Observer):
                 batch=self.recipe.batch_trajectories,
                 slots=self._episodes_a_slot * int(self.gauges.get("rollout/slots", rollout.num_envs)),
             )
-        for name in ("staleness/bound", "rollout/slots", "coordinator/cost_error"):
+        for name in ("staleness/bound", "rollout/slots", "coordinator/cost_error", "loop/lag_p99"):
             if name in self.gauges:
                 line[name] = self.gauges[name]
         return line

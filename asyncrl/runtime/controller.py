@@ -35,8 +35,12 @@ from asyncrl.runtime.evaluation import Evaluator
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.parameter_server import ParameterServer
 from asyncrl.runtime.sample_buffer import SampleBuffer
+from asyncrl.runtime.stage import Stage
 
 Service = Callable[[], Awaitable[None]]
+
+BATCH, TRAINER, DELIVERY = "its batch", "the trainer", "the new weights on the servers"
+EVALUATION, EPISODES = "an evaluation", "episodes to close their environments"
 
 
 class AsyncController:
@@ -44,6 +48,7 @@ class AsyncController:
 
     ``streamed_groups``: so many first groups of a batch may go to the trainer before the others; 0: none.
     ``eval_every``: steps between evaluations beside training; 0: none.
+    ``gate`` is kept at what the run as a whole waits for.
     ``checkpoint`` is awaited with the version every ``checkpoint_every`` steps (0: only at the end).
     """
 
@@ -59,6 +64,7 @@ class AsyncController:
         env_managers: Sequence[EnvManager],
         evaluator: Evaluator,
         observer: Observer,
+        gate: Stage,
         checkpoint: Callable[[int], Awaitable[None]],
         checkpoint_every: int = 0,
         overlap: bool = False,
@@ -83,6 +89,7 @@ class AsyncController:
         self._streamed_groups = streamed_groups
         self._eval_every = eval_every
         self._services = services
+        self._gate = gate
         proxy.on_return = parameters.restore
 
     async def run(self) -> None:
@@ -92,17 +99,24 @@ class AsyncController:
             async with asyncio.TaskGroup() as root:
                 services = (*self._services, self._proxy.watch, self._evaluator.run)
                 background = [root.create_task(_forever(service)) for service in services]
+                self._enter("the run", "the trainer's weights on all servers")
                 await self._parameters.align()
+                self._enter("the run", EVALUATION)
                 await self._evaluate_first()
                 managers = [root.create_task(manager.run()) for manager in self._env_managers]
                 for step in range(self._parameters.version, self._steps):
                     await self._step(step, root)
+                self._enter("the end of the run", DELIVERY)
                 await self._delivered()
                 self._buffer.close(reason)
+                self._enter("the end of the run", EPISODES)
                 await _stop(managers)
+                self._enter("the end of the run", EVALUATION)
                 await self._evaluator.idle.wait()
                 await self._evaluator.whole()
+                self._enter("the end of the run", TRAINER)
                 await self._checkpoint(self._parameters.version)
+                self._enter("the end of the run", "services to stop")
                 await _stop(background)
         except BaseException:
             reason = "run stopped"
@@ -123,14 +137,20 @@ class AsyncController:
         """Consume one batch, train on it, gather the new version and have it put on the servers."""
         loop = asyncio.get_running_loop()
         started = loop.time()
+        who = f"step {step}"
+        self._enter(who, BATCH)
         streamed_s = await self._stream(step) if self._streamed_groups else 0.0
         batch = await self._buffer.get_batch(step)
+        self._enter(who, TRAINER)
         got = loop.time()
         result = await self._trainer.train_step(batch, self._advantages(batch))
         trained = loop.time()
         self._observer.span("trainer", "train", got, trained, {"version": step})
+        self._enter(who, DELIVERY)
         await self._delivered()  # the version before, which the next would take the place of
+        self._enter(who, TRAINER)
         await self._parameters.prepare(result.version)
+        self._enter(who, DELIVERY)
         self._delivery = root.create_task(self._deliver(result.version))
         if not self._overlap:
             await self._delivered()
@@ -162,7 +182,12 @@ class AsyncController:
             )
         )
         if self._checkpoint_every and (step + 1) % self._checkpoint_every == 0 and step + 1 < self._steps:
+            self._enter(who, TRAINER)
             await self._checkpoint(result.version)
+
+    def _enter(self, who: str, what: str) -> None:
+        self._gate.who = who
+        self._gate.enter(what)
 
     async def _deliver(self, version: int) -> None:
         await self._parameters.deliver(version)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
@@ -31,6 +31,7 @@ from asyncrl.runtime.lease import EpisodeLog, Lease
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.reward import Scorer, checked_reward
 from asyncrl.runtime.sample_buffer import SampleBuffer
+from asyncrl.runtime.stage import PLACE, SERVER, Stage
 from asyncrl.runtime.trajectory_server import Start
 from asyncrl.runtime.user_code import EpisodeFailed, FailureWindow, in_own_task, user_call
 from asyncrl.shield import to_the_end
@@ -69,11 +70,11 @@ class Player(Protocol):
         temperature: float = 1.0,
         top_p: float = 1.0,
         pinned: bool = False,
-        on_running: Callable[[bool], None] = ...,
+        stage: Stage,
         log: EpisodeLog = ...,
     ) -> list[Episode]:
-        """``n`` episodes of ``task``, on the servers set aside for an evaluation if ``pinned``. A single one goes on
-        from what its ``log`` has, if it can. Raises ``EpisodeFailed``."""
+        """``n`` episodes of ``task``, on the servers set aside for an evaluation if ``pinned``; ``stage`` tells how far
+        they are. A single one goes on from what its ``log`` has, if it can. Raises ``EpisodeFailed``."""
 
 
 class EpisodePlayer:
@@ -111,7 +112,7 @@ class EpisodePlayer:
         temperature: float = 1.0,
         top_p: float = 1.0,
         pinned: bool = False,
-        on_running: Callable[[bool], None] = lambda running: None,
+        stage: Stage,
         log: EpisodeLog | None = None,
     ) -> list[Episode]:
         """``n`` episodes of ``task``; more than one share their first request, so they must have a single turn.
@@ -123,9 +124,9 @@ class EpisodePlayer:
             log = EpisodeLog(log.keep)
         sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "pinned": pinned}
         try:
-            return await self._play(task, start, n, sampling, on_running, log)
+            return await self._play(task, start, n, sampling, stage, log)
         except _OtherObservation:
-            return await self._play(task, start, n, sampling, on_running, EpisodeLog(log.keep))
+            return await self._play(task, start, n, sampling, stage, EpisodeLog(log.keep))
 
     async def _play(
         self,
@@ -133,36 +134,39 @@ class EpisodePlayer:
         start: Start,
         n: int,
         sampling: Mapping[str, Any],
-        on_running: Callable[[bool], None],
+        stage: Stage,
         log: EpisodeLog,
     ) -> list[Episode]:
         envs: list[Env] = []
         whole = False
         try:
-            dialogues = [await self._begin(task, envs) for _ in range(n)]
+            dialogues = [await self._begin(task, envs, stage) for _ in range(n)]
             if n == 1:
-                episodes = [await self._turns(task, envs[0], dialogues[0], start, sampling, on_running, log)]
+                episodes = [await self._turns(task, envs[0], dialogues[0], start, sampling, stage, log)]
                 whole = True
                 return episodes
             if any(d.ids != dialogues[0].ids for d in dialogues):
                 raise EpisodeFailed(
                     "reset", "gave different prompts for one task; set rollout.expand_num_return_sequences = true"
                 )
-            completions = await self._generate(dialogues[0], start, sampling, n, None, on_running, {})
+            completions = await self._generate(dialogues[0], start, sampling, n, None, stage, {})
             episodes = []
             for env, dialogue, completion in zip(envs, dialogues, completions, strict=True):
-                step, reward = await self._step(task, env, dialogue, completion, 0)
+                step, reward = await self._step(task, env, dialogue, completion, 0, stage)
                 episodes.append(_ended(dialogue, reward, completion.finish_reason, step))
             whole = True
             return episodes
         finally:
+            stage.enter("its environment to close", self._limits.close_timeout_s)
             await self._release(envs, whole)
 
-    async def _begin(self, task: Task, envs: list[Env]) -> Conversation:
+    async def _begin(self, task: Task, envs: list[Env], stage: Stage) -> Conversation:
         """An environment, appended to ``envs``, and the dialogue that its reset opens."""
+        stage.enter(PLACE)
         async with user_call("reset", None):  # the wait for a place is not the environment's fault
             envs.append(await self._envs.acquire())
         began = asyncio.get_running_loop().time()
+        stage.enter("env reset", self._limits.reset_timeout_s, "env.reset_timeout_s")
         async with user_call("reset", self._limits.reset_timeout_s):
             observation = await in_own_task(envs[-1].reset(task))
         dialogue = Conversation(self._template)
@@ -182,7 +186,7 @@ class EpisodePlayer:
         dialogue: Conversation,
         start: Start,
         sampling: Mapping[str, Any],
-        on_running: Callable[[bool], None],
+        stage: Stage,
         log: EpisodeLog,
     ) -> Episode:
         """generate → step → observe, until the environment is done or a limit is reached."""
@@ -196,9 +200,9 @@ class EpisodePlayer:
                 completion = _recorded(log.turns[turn])
             else:
                 keeping = {"begun": known, "keep": partial(_keep_piece, log, turn, dialogue.pending)}
-                [completion] = await self._generate(dialogue, start, sampling, 1, before, on_running, keeping)
+                [completion] = await self._generate(dialogue, start, sampling, 1, before, stage, keeping)
                 log.keep(turn, None, _turn(dialogue.pending, completion))
-            step, gained = await self._step(task, env, dialogue, completion, turn)
+            step, gained = await self._step(task, env, dialogue, completion, turn, stage)
             reward, before, turn = reward + gained, completion, turn + 1
             if step.done or turn == self._limits.max_turns:
                 return _ended(dialogue, reward, completion.finish_reason, step)
@@ -213,7 +217,7 @@ class EpisodePlayer:
         sampling: Mapping[str, Any],
         n: int,
         before: Completion | None,
-        on_running: Callable[[bool], None],
+        stage: Stage,
         keeping: Mapping[str, Any],
     ) -> list[Completion]:
         room = min(self._limits.max_new_tokens, self._limits.max_tokens - len(dialogue.ids))
@@ -227,13 +231,14 @@ class EpisodePlayer:
             **sampling,
             **keeping,
         )
+        stage.enter(SERVER)
         try:
-            return await self._proxy.generate(prompt, n, on_running)
+            return await self._proxy.generate(prompt, n, stage.at)
         except EngineRejected as error:
             raise EpisodeFailed("generate", str(error), infra=True) from error
 
     async def _step(
-        self, task: Task, env: Env, dialogue: Conversation, completion: Completion, turn: int
+        self, task: Task, env: Env, dialogue: Conversation, completion: Completion, turn: int, stage: Stage
     ) -> tuple[Step, float]:
         """Apply one generation; the step and the reward it brought."""
         text = dialogue.add_output(
@@ -247,6 +252,7 @@ class EpisodePlayer:
             turn=turn,
             tool_calls=dialogue.tool_calls(text),
         )
+        stage.enter(f"env step {turn + 1}", self._limits.step_timeout_s, "env.step_timeout_s")
         async with user_call("step", self._limits.step_timeout_s):
             step = await in_own_task(env.step(action))
             if not isinstance(step, Step):
@@ -258,7 +264,9 @@ class EpisodePlayer:
                 step = msgspec.structs.replace(step, metrics=metrics)
         reward = checked_reward("step", step.reward)
         if self._scorer is not None and (step.done or turn + 1 == self._limits.max_turns):
+            stage.enter("its reward", self._scorer.timeout_s, "env.reward_timeout_s")
             reward += await self._scorer.score(task, action)
+        stage.turns += 1
         in_env = asyncio.get_running_loop().time() - began
         dialogue.credit(reward, (completion.waited_s, completion.seconds - completion.waited_s, in_env))
         return step, reward
@@ -384,8 +392,12 @@ class EnvManager:
         loop = asyncio.get_running_loop()
         started = loop.time()
         outcome = "cancelled"
+        lease.stage = stage = Stage(
+            on_running=lambda running: self._buffer.mark(lease, State.RUNNING if running else State.WAITING)
+        )
         try:
             async with asyncio.timeout(self._episode_timeout_s) as scope:
+                stage.scope = scope
                 lease.on_revoke = lambda: None if scope.expired() else scope.reschedule(loop.time())
                 if lease.revoked:
                     return
@@ -396,7 +408,7 @@ class EnvManager:
                     n=len(lease.trajectory_ids),
                     temperature=self._temperature,
                     top_p=self._top_p,
-                    on_running=lambda running: self._buffer.mark(lease, State.RUNNING if running else State.WAITING),
+                    stage=stage,
                     log=self._buffer.log(lease),
                 )
             outcome = "done"
@@ -404,7 +416,8 @@ class EnvManager:
             if not scope.expired():
                 raise
             if not lease.revoked:
-                self._fail(lease, EpisodeFailed("episode", f"no end within {self._episode_timeout_s:g} s"))
+                why = stage.cut_why or f"no end within {self._episode_timeout_s:g} s"
+                self._fail(lease, EpisodeFailed("episode", why, infra=bool(stage.cut_why)))
             outcome = lease.revoked or "timeout"
         except EpisodeFailed as failure:
             if not lease.revoked:

@@ -10,7 +10,8 @@ A failed episode counts as 0.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 
 from asyncrl.core.evaluation import Score, accuracy, details
 from asyncrl.core.journal import Noted
@@ -19,6 +20,7 @@ from asyncrl.ports import NoStore, Observer, RunStore
 from asyncrl.runtime.env_manager import Episode, EpisodePlayers
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.parameter_server import ParameterServer
+from asyncrl.runtime.stage import Stage
 from asyncrl.runtime.trajectory_server import Start
 from asyncrl.runtime.user_code import EpisodeFailed, FailureWindow
 
@@ -43,6 +45,7 @@ class Evaluator:
         proxy: LLMProxy,
         parameters: ParameterServer,
         observer: Observer,
+        episode_timeout_s: float,
         store: RunStore | None = None,
         newest: int = -1,
     ) -> None:
@@ -59,6 +62,9 @@ class Evaluator:
         self._proxy = proxy
         self._parameters = parameters
         self._observer = observer
+        self._episode_timeout_s = episode_timeout_s
+        self.stages: list[Stage] = []
+        """Of the episodes that are being played."""
         self._asked = asyncio.Event()
         self.idle = asyncio.Event()
         """Set while no evaluation that was asked for is under way."""
@@ -105,14 +111,16 @@ class Evaluator:
         pending = iter([(score, i) for score in scores for i in range(self._samples)])
         lost = False
 
-        async def play() -> None:
+        async def play(stage: Stage) -> None:
             nonlocal lost
             for score, i in pending:
+                stage.who = f"evaluation of version {version}, task {score.task.id}"
                 failures = self._failures[score.task.source]
                 try:
-                    [episode] = await self._players.play(
-                        score.task, start=Start(version), temperature=self._temperature, pinned=pinned
-                    )
+                    async with self._bounded(stage):
+                        [episode] = await self._players.play(
+                            score.task, start=Start(version), temperature=self._temperature, pinned=pinned, stage=stage
+                        )
                 except EpisodeFailed as failure:
                     if pinned and not self._proxy.has_pinned:
                         lost = True
@@ -123,15 +131,30 @@ class Evaluator:
                     _check(episode, version)
                     score.samples[i] = episode.metrics.get("accuracy", episode.reward)
 
+        self.stages = [Stage() for _ in range(min(concurrency, len(scores) * self._samples))]
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(concurrency, len(scores) * self._samples)):
-                group.create_task(play())
+            for stage in self.stages:
+                group.create_task(play(stage))
+        self.stages = []
         if not lost:
             self._observer.span("controller", "evaluate", started, loop.time(), {"version": version})
             self.newest = version
             self._store.put(Noted(key="evaluated", value=version))
             self._observer.eval(version, accuracy(scores), len(scores) * self._samples, details(scores))
         return not lost
+
+    @asynccontextmanager
+    async def _bounded(self, stage: Stage) -> AsyncIterator[None]:
+        """Within the deadline that episodes have in training, too."""
+        try:
+            async with asyncio.timeout(self._episode_timeout_s) as scope:
+                stage.scope, stage.cut_why = scope, ""
+                yield
+        except TimeoutError:
+            why = stage.cut_why or f"no end within {self._episode_timeout_s:g} s"
+            raise EpisodeFailed("episode", why, infra=bool(stage.cut_why)) from None
+        finally:
+            stage.scope, stage.what = None, ""
 
 
 def _check(episode: Episode, version: int) -> None:

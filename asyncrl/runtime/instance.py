@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from asyncrl.core.policy.routing import RequestView
 from asyncrl.core.snapshot import InstanceSnapshot
@@ -15,6 +18,7 @@ class Instance:
     """The book entry of one server; what routing reads (``InstanceView``)."""
 
     __slots__ = (
+        "asked",
         "attention_at",
         "cutting",
         "down_since",
@@ -33,6 +37,7 @@ class Instance:
         "rids",
         "routed",
         "running",
+        "streams",
         "tokens",
         "up",
         "version",
@@ -64,12 +69,31 @@ class Instance:
         """What runs here, but for evaluations, by id."""
         self.rids: dict[int, str] = {}
         """Their ids at the server."""
+        self.streams: dict[int, asyncio.Timeout] = {}
+        """Of each request here, evaluations' too, what cuts it off."""
+        self.asked: tuple[str, float] | None = None
+        """What it is to do before it serves again, and since when: to pause, to load a version, to resume."""
         self.cutting: set[int] = set()
         """Those that an ``Interrupt`` is to bring back."""
         self.routed = 0
         """Requests that were given to it, and those whose ``Route`` came too late."""
         self.interrupted = 0
         """The same of ``Interrupt``."""
+
+    @contextmanager
+    def asking(self, what: str) -> Iterator[None]:
+        """It is asked for this inside."""
+        self.asked = what, asyncio.get_running_loop().time()
+        try:
+            yield
+        finally:
+            self.asked = None
+
+    def cut(self, now: float) -> None:
+        """Every request here comes back, as from a server that has failed."""
+        for scope in self.streams.values():
+            if not scope.expired():
+                scope.reschedule(now)
 
     def snapshot(self) -> InstanceSnapshot:
         return InstanceSnapshot(

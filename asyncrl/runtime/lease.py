@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from asyncrl.core.types import Task, Turn
+from asyncrl.runtime.stage import Stage
 from asyncrl.runtime.trajectory_server import Start
 
 
@@ -15,7 +16,7 @@ class Lease:
     ``on_revoke`` and must not report anything: its trajectories are in their final state already.
     """
 
-    __slots__ = ("indices", "on_revoke", "revoked", "start", "task", "trajectory_ids")
+    __slots__ = ("due", "indices", "on_revoke", "revoked", "stage", "start", "task", "trajectory_ids")
 
     def __init__(self, start: Start, task: Task, trajectory_ids: Sequence[int], indices: Sequence[int]):
         self.start = start
@@ -24,6 +25,10 @@ class Lease:
         self.indices = tuple(indices)
         self.revoked = ""
         self.on_revoke: Callable[[], None] | None = None
+        self.due = 0.0
+        """Loop time before which nobody begins it: it failed and is begun anew."""
+        self.stage: Stage | None = None
+        """How far the holder is; None until there is one."""
 
     @property
     def group_id(self) -> int:

@@ -148,9 +148,9 @@ class LLMProxy:
     # --- requests
 
     async def generate(
-        self, prompt: Prompt, n: int = 1, on_running: Callable[[bool], None] = lambda running: None
+        self, prompt: Prompt, n: int = 1, on_server: Callable[[str], None] = lambda server: None
     ) -> list[Completion]:
-        """Continue ``prompt`` to ``n`` independent ends. ``on_running`` hears when a server takes or leaves it.
+        """Continue ``prompt`` to ``n`` independent ends. ``on_server`` hears which server takes it, "" when one leaves.
 
         Raises ``EngineRejected`` if a server refuses the request for good. Cancelling it aborts it on the server.
         """
@@ -174,7 +174,7 @@ class LLMProxy:
             while unfinished := [r for r in replies if r.finish_reason is None]:
                 if len(unfinished) > 1 and any(r.output_ids for r in unfinished):
                     break  # replies of one request that was cut at different lengths go on one by one
-                await self._attempt(prompt, unfinished, number, arrival, on_running)
+                await self._attempt(prompt, unfinished, number, arrival, on_server)
         finally:
             self._is_over(number)
         if unfinished:
@@ -188,12 +188,12 @@ class LLMProxy:
         number = self._new_number()
         try:
             while reply.finish_reason is None:
-                await self._attempt(prompt, [reply], number, arrival, lambda running: None)
+                await self._attempt(prompt, [reply], number, arrival, lambda server: None)
         finally:
             self._is_over(number)
 
     async def _attempt(
-        self, prompt: Prompt, replies: list[Reply], number: int, arrival: int, on_running: Callable[[bool], None]
+        self, prompt: Prompt, replies: list[Reply], number: int, arrival: int, on_server: Callable[[str], None]
     ) -> None:
         """One exchange with one server. Afterwards each reply has ended, or was interrupted and kept its tokens."""
         first = replies[0]
@@ -232,26 +232,29 @@ class LLMProxy:
             n=len(replies),
         )
         received = 0
-        on_running(True)
+        on_server(instance.name)
         try:
-            async for chunk in instance.engine.generate(request):
-                reply = replies[chunk.index]
-                if reply.finish_reason is not None:
-                    continue  # a reply is answered once, whatever the server repeats
-                if chunk.versions and chunk.versions[0] < version:  # restarted behind our back, with its first weights
-                    raise EngineError(f"{instance.name}: samples from version {chunk.versions[0]}, not {version}")
-                reply.add(chunk)
-                received += len(chunk.output_ids)
-                instance.tokens += len(chunk.output_ids)
-                instance.generated += len(chunk.output_ids)
-                if number in instance.requests:
-                    instance.requests[number] = replace(view, tokens=view.tokens + received, after=version)
-                if instance.tokens > instance.attention_at:
-                    self.on_change()
+            async with asyncio.timeout(None) as instance.streams[number]:
+                async for chunk in instance.engine.generate(request):
+                    reply = replies[chunk.index]
+                    if reply.finish_reason is not None:
+                        continue  # a reply is answered once, whatever the server repeats
+                    if chunk.versions and chunk.versions[0] < version:  # restarted unseen, with its first weights
+                        raise EngineError(f"{instance.name}: samples from version {chunk.versions[0]}, not {version}")
+                    reply.add(chunk)
+                    received += len(chunk.output_ids)
+                    instance.tokens += len(chunk.output_ids)
+                    instance.generated += len(chunk.output_ids)
+                    if number in instance.requests:
+                        instance.requests[number] = replace(view, tokens=view.tokens + received, after=version)
+                    if instance.tokens > instance.attention_at:
+                        self.on_change()
         except EngineRejected:
             raise
         except EngineError as error:
             self.mark_down(instance, error)
+        except TimeoutError:
+            self.mark_down(instance, EngineError(f"{instance.name}: cut off, as it held up the run"))
         finally:
             self.generated += received
             ended = asyncio.get_running_loop().time()
@@ -262,7 +265,7 @@ class LLMProxy:
                 reply.server = instance.name
                 reply.fruitless = 0 if received else reply.fruitless + (not ours)
             self._release(instance, view, len(ids) + received)
-            on_running(False)
+            on_server("")
             self._observer.span(
                 instance.name,
                 "generate",
@@ -362,6 +365,7 @@ class LLMProxy:
 
     def _release(self, instance: Instance, view: RequestView, tokens: int) -> None:
         instance.rids.pop(view.id, None)
+        instance.streams.pop(view.id, None)
         if not view.pinned:
             del instance.requests[view.id]
             if view.id in instance.cutting:
@@ -388,7 +392,8 @@ class LLMProxy:
 
         async def pause(instance: Instance) -> None:
             try:
-                await instance.engine.pause()
+                with instance.asking("to pause"):
+                    await instance.engine.pause()
             except EngineError as error:
                 self.mark_down(instance, error)
             else:
@@ -405,7 +410,8 @@ class LLMProxy:
 
         async def resume(instance: Instance) -> None:
             try:
-                await instance.engine.resume()
+                with instance.asking("to resume"):
+                    await instance.engine.resume()
             except EngineError as error:
                 self.mark_down(instance, error)
 

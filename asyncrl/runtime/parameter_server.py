@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Literal
 
 from asyncrl.ports import EngineError, Observer, TrainerDied, WeightTransport
 from asyncrl.runtime.instance import Instance
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.restarts import RestartingTrainer
+from asyncrl.runtime.stage import Stage
 
 
 class ParameterServer:
@@ -48,6 +49,8 @@ class ParameterServer:
         self._announced = self._prepared = version
         """Newest version that the transport was given, and that it can deliver."""
         self._lock = asyncio.Lock()
+        self.stage = Stage()
+        """Of the delivery that is under way."""
         self._unsure: set[str] = set()
         """Names of the servers that began to load weights and did not end it: they may hold some of two versions."""
 
@@ -66,7 +69,7 @@ class ParameterServer:
         loop = asyncio.get_running_loop()
         started = loop.time()
         self._announced = version
-        await self._trainer.attempt(lambda: self._transport.prepare(version))
+        await self._trainer.attempt(lambda: self._transport.prepare(version), f"the weights of version {version}")
         self._prepared = version
         self._observer.span("controller", "prepare weights", started, loop.time(), {"version": version})
 
@@ -74,15 +77,21 @@ class ParameterServer:
         """Every server that is up holds ``version`` when this returns. With none up it waits for one to come back
         (``LLMProxy.watch`` ends the run when that takes too long)."""
         while version > self._version:
+            self.stage.enter("a server that is up")
             await self._proxy.available.wait()
             await self._trainer.attempt(lambda: self._update(version))
+        self.stage.what = ""
 
     async def _update(self, version: int) -> None:
         """suspend → model_update → resume. Also when the trainer dies meanwhile, which is raised."""
         loop = asyncio.get_running_loop()
+        self.stage.enter(f"version {version} to arrive at the servers")
         await self._transport.arrive([i.engine for i in self._proxy.instances if i.up], version)
+        self.stage.enter("another delivery to end")
         async with self._lock:
+            self.stage.enter("the servers to pause" if self._running == "interrupt" else "running requests to end")
             paused = await self._proxy.suspend(self._running)
+            self.stage.enter(f"the servers to load version {version}")
             suspended = loop.time()
             try:
                 updated = await self._deliver(paused, version)
@@ -195,5 +204,8 @@ class ParameterServer:
     async def _load(self, instances: list[Instance], version: int) -> None:
         names = {instance.name for instance in instances}
         self._unsure |= names
-        await self._transport.deliver([instance.engine for instance in instances], version)
+        with ExitStack() as asked:
+            for instance in instances:
+                asked.enter_context(instance.asking(f"to load version {version}"))
+            await self._transport.deliver([instance.engine for instance in instances], version)
         self._unsure -= names

@@ -25,6 +25,7 @@ from asyncrl.core.advantage import Advantage
 from asyncrl.core.journal import NOTHING, Saved, SavedStep, Work
 from asyncrl.core.types import Batch
 from asyncrl.ports import CheckpointLost, NoStore, Observer, RunStore, StepResult, Trainer, TrainerDied, TrainerError
+from asyncrl.runtime.stage import Stage
 
 T = TypeVar("T")
 
@@ -73,6 +74,8 @@ class RestartingTrainer:
         """Version and life of the checkpoint that was begun last."""
         self.baseline: Callable[[int], float | None] = lambda step: None
         """The running mean of returns that a step subtracts."""
+        self.stages: list[Stage] = []
+        """What is being waited for, the oldest first."""
         self.restage: Callable[[int], Awaitable[None]] = _nothing
         """Called each time that a new job has reached a version: what servers still need of it was lost too."""
 
@@ -80,6 +83,18 @@ class RestartingTrainer:
     def up(self) -> bool:
         """False from the moment that a death is noticed until the new job has all that the old one had."""
         return self._died is None
+
+    @property
+    def version(self) -> int:
+        """The newest that was trained."""
+        return self._version
+
+    async def doing(self) -> str:
+        """As in the port."""
+        return await self._job.doing() if self._died is None else ""
+
+    def give_up(self) -> None:
+        self._job.give_up()
 
     async def connect(self) -> int:
         """As in the port. Where another process had trained on, it is trained to there."""
@@ -102,13 +117,13 @@ class RestartingTrainer:
     async def feed(self, part: Batch, advantages: Sequence[Advantage]) -> bool:
         fed = sum(work.batch.step == part.step for work in self._fed)
         await self._remember(part, advantages, fed)
-        begun = await self.attempt(lambda: self._job.feed(part, advantages))
+        begun = await self.attempt(lambda: self._job.feed(part, advantages), f"a part of step {part.step}")
         self._fed.append(Work(batch=part, advantages=advantages))
         return begun
 
     async def train_step(self, batch: Batch, advantages: Sequence[Advantage]) -> StepResult:
         await self._remember(batch, advantages, None)
-        result = await self.attempt(lambda: self._job.train_step(batch, advantages))
+        result = await self.attempt(lambda: self._job.train_step(batch, advantages), f"step {batch.step}")
         fed, self._fed = [part for part in self._fed if part.batch.step == batch.step], []
         if self._restarts:
             work = Work(batch=batch, advantages=advantages)
@@ -135,7 +150,7 @@ class RestartingTrainer:
 
     async def save(self, folder: str) -> int:
         await self._store.committed()  # no checkpoint is ahead of the store
-        version = await self.attempt(lambda: self._job.save(folder))
+        version = await self.attempt(lambda: self._job.save(folder), "a checkpoint to begin")
         self._saving = version, self._life
         return version
 
@@ -148,7 +163,7 @@ class RestartingTrainer:
                 raise CheckpointLost(f"trainer: checkpoint version-{version} was lost with the job that wrote it")
             await self._job.saved()
 
-        await self.attempt(written)
+        await self.attempt(written, f"the checkpoint of version {version} to be written")
         self._store.put(journal.Checkpointed(version=version))
         for step in [step for step in self._kept if step < version]:
             del self._kept[step]
@@ -160,17 +175,41 @@ class RestartingTrainer:
         """A service of the run: a job that dies while nobody asks it for anything is brought back at once."""
         await self.attempt(self._job.watch)
 
-    async def attempt(self, work: Callable[[], Awaitable[T]]) -> T:
-        """``work``'s result; begun anew on a new job when the trainer dies under it. Raises ``TrainerError`` when the
-        trainer cannot be brought back."""
-        while True:
-            life, died = self._life, self._died
-            if died is None:
-                try:
-                    return await work()
-                except TrainerDied as error:
-                    died = error
-            await self._bring_back(life, died)
+    async def attempt(self, work: Callable[[], Awaitable[T]], what: str = "") -> T:
+        """``work``'s result; begun anew on a new job when the trainer dies under it. ``what`` names it for the status;
+        work that is named may be cut, which counts as the trainer's death. Raises ``TrainerError`` when the trainer
+        cannot be brought back."""
+        if what:
+            self.stages.append(stage := Stage("trainer"))
+        try:
+            while True:
+                life, died = self._life, self._died
+                if died is None:
+                    try:
+                        if not what:
+                            return await work()
+                        stage.enter(what)
+                        return await self._cuttable(work, stage)
+                    except TrainerDied as error:
+                        died = error
+                if what:
+                    stage.enter(f"a new job, as the old one died, for {what}")
+                await self._bring_back(life, died)
+        finally:
+            if what:
+                self.stages.remove(stage)
+
+    async def _cuttable(self, work: Callable[[], Awaitable[T]], stage: Stage) -> T:
+        try:
+            async with asyncio.timeout(None) as stage.scope:
+                return await work()
+        except TimeoutError:
+            if not stage.cut_why:
+                raise
+            self._job.give_up()
+            raise TrainerDied(f"trainer: {stage.cut_why}") from None
+        finally:
+            stage.scope = None
 
     async def _bring_back(self, life: int, died: TrainerDied) -> None:
         """Return with a job at the version of the one that died in ``life``."""

@@ -27,12 +27,12 @@ class Scorer:
     def __init__(self, function: RewardFunction, *, blocking: Blocking, timeout_s: float, limit: int = 64) -> None:
         self._function = function
         self._blocking = blocking
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._slots = asyncio.Semaphore(limit)
         self._is_async = inspect.iscoroutinefunction(function)
 
     async def score(self, task: Task, action: Action) -> float:
-        async with self._slots, user_call("reward", self._timeout_s):
+        async with self._slots, user_call("reward", self.timeout_s):
             answer: Any
             if self._is_async:
                 answer = self._function(task, action)

@@ -21,6 +21,7 @@ from asyncrl.runtime.lease import EpisodeLog
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.reward import checked_reward
 from asyncrl.runtime.session import Session, SessionLimits
+from asyncrl.runtime.stage import Stage
 from asyncrl.runtime.trajectory_server import Start
 from asyncrl.runtime.user_code import EpisodeFailed, in_own_task, user_call
 
@@ -56,7 +57,7 @@ class RolloutPlayer:
         temperature: float = 1.0,
         top_p: float = 1.0,
         pinned: bool = False,
-        on_running: Callable[[bool], None] = lambda running: None,
+        stage: Stage,
         log: EpisodeLog | None = None,
     ) -> list[Episode]:
         """One episode of ``task``, always from its beginning. Raises ``EpisodeFailed``. Nothing is generated for it
@@ -67,7 +68,12 @@ class RolloutPlayer:
         scope = asyncio.timeout(self._idle_timeout_s)
 
         def on_busy(busy: bool) -> None:
-            on_running(busy)
+            stage.on_running(busy)
+            if busy:
+                stage.enter("replies of the model for its program")
+            else:
+                stage.turns += 1
+                stage.enter("its program", self._idle_timeout_s, "env.step_timeout_s")
             if not scope.expired():
                 scope.reschedule(None if busy else loop.time() + self._idle_timeout_s)
 
@@ -81,6 +87,7 @@ class RolloutPlayer:
             pinned=pinned,
             on_busy=on_busy,
         )
+        stage.enter("its program", self._idle_timeout_s, "env.step_timeout_s")
         try:
             async with scope, user_call("rollout", None):
                 returned = await in_own_task(self._program(task, session))

@@ -20,7 +20,7 @@ import asyncio
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from asyncrl.core.journal import NOTHING, Saved
 from asyncrl.core.ledger import Ledger, State
@@ -263,7 +263,9 @@ class SampleBuffer:
         for slot in slots:
             slot.lease = lease
         if after_s:
-            asyncio.get_running_loop().call_later(after_s, self._after_backoff, lease)
+            loop = asyncio.get_running_loop()
+            lease.due = loop.time() + after_s
+            loop.call_at(lease.due, self._after_backoff, lease)
         else:
             self._unclaimed.append(lease)
 
@@ -456,6 +458,14 @@ class SampleBuffer:
             self._control.release(ready.id)
         self._ready.clear()
         self._unclaimed.clear()
+
+    def unfinished(self) -> Iterator[tuple[Start, int, Lease | None]]:
+        """Of each episode that an open group misses: its group's start, its trajectory, and its lease; None if it has
+        failed for good."""
+        for group in self._open.values():
+            for slot in group.slots:
+                if slot.trajectory is None:
+                    yield group.start, slot.trajectory_id, slot.lease
 
     def snapshot(self) -> BufferSnapshot:
         return BufferSnapshot(

@@ -46,6 +46,7 @@ class SimTrainer:
         """A checksum of what was fed, part by part: the same batch in other parts gives other weights, by rounding."""
         self._training: int | None = None
         self._dead = asyncio.Event()
+        self._hangs = False
         self.checkpoint = checkpoint
         """Version and weights of the newest complete one."""
         self._writing: tuple[int, int] | None = None
@@ -59,6 +60,7 @@ class SimTrainer:
         if self._dead.is_set():
             await asyncio.sleep(self._model.start_s)
             self._dead.clear()
+            self._hangs = False
             self._writing = None
             self.version, self.weights = self.checkpoint
             self._fed, self._waiting, self._passes = [], 0, 0
@@ -67,7 +69,7 @@ class SimTrainer:
     async def while_alive(self, seconds: float | None) -> None:
         """Work for so long; None: for ever. Raises ``TrainerDied`` if the job is dead, or dies meanwhile."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(None if self._hangs else seconds):
                 await self._dead.wait()
         if self._dead.is_set():
             raise TrainerDied(f"trainer: it died at version {self.version} (simulated)")
@@ -124,6 +126,19 @@ class SimTrainer:
         await self.while_alive(max(0.0, self._written_at - asyncio.get_running_loop().time()))
         if self._writing is not None:
             self.checkpoint, self._writing = self._writing, None
+
+    async def doing(self) -> str:
+        """Changes as long as a step gets on, so that a long one is no stall."""
+        if self._training is None or self._hangs:
+            return ""
+        return f"step {self._training}, at {asyncio.get_running_loop().time():.0f} s"
+
+    def hang(self) -> None:
+        """Fault: what is asked of it from now on is never answered, until it is given up."""
+        self._hangs = True
+
+    def give_up(self) -> None:
+        self.crash()
 
     async def watch(self) -> None:
         await self.while_alive(None)

@@ -33,6 +33,9 @@ T = TypeVar("T")
 RETRY_S = 0.1
 """Pause between attempts to reach a job that does not listen yet (in its first second or two)."""
 
+DOING_S = 2.0
+"""How long a job may take to say what it does."""
+
 SHUTDOWN_S = 10.0
 """How long a job may take to end by itself when it is asked to."""
 
@@ -168,6 +171,18 @@ class HttpTrainer:
     async def saved(self) -> None:
         await self._command("saved", None, CheckpointFailed)
         self._resume = self._saving
+
+    async def doing(self) -> str:
+        if self._session is None or self._info is None:
+            return ""
+        try:
+            async with asyncio.timeout(DOING_S):
+                return (await self._request("GET", "health", b"", TrainerInfo)).doing
+        except (TimeoutError, TrainerError, aiohttp.ClientError, msgspec.MsgspecError):
+            return ""
+
+    def give_up(self) -> None:
+        self._lost = True
 
     async def close(self) -> None:
         try:

@@ -72,6 +72,7 @@ class Leader:
             dtypes=[t.dtype for t in tensors],
             shapes=[list(t.shape) for t in tensors],
             checksums=self._checksums,
+            doing=self._rank.learner.doing,
         )
 
     # --- main thread

@@ -157,7 +157,11 @@ class Rank:
 
     def gather(self, keep: bool) -> Iterator[dict[str, Tensor]]:
         limit = self.recipe.weights.bucket_mb * 2**20
-        return model.gather(self.learner.policy, self.weights, self.dtype, limit, keep)
+        buckets = model.gather(self.learner.policy, self.weights, self.dtype, limit, keep)
+        for number, bucket in enumerate(buckets, 1):
+            self.learner.doing = f"gathers the weights: bucket {number}"
+            yield bucket
+        self.learner.doing = ""
 
     def follow(self) -> None:
         """Ranks other than 0: do what rank 0 says, until it says stop."""

@@ -122,6 +122,8 @@ class Learner:
         self.version = 0
         self.effort = Effort()
         """Of the newest step."""
+        self.doing = ""
+        """What it is at, for whoever asks on another thread."""
         self._begun = Begun()
         self.trainer = trainer
         self._algorithm = algorithm
@@ -168,6 +170,7 @@ class Learner:
         batches = self._prepare(part.micro_batches, part.step, begun.effort, several=self._algorithm.epochs > 1)
         begun.effort.prepare += time.perf_counter() - started
         self._pass(batches, begun.totals, begun.effort)
+        self.doing = ""
         begun.effort.seconds += time.perf_counter() - started
         begun.micro_batches += len(batches)
         if self._algorithm.epochs > 1:
@@ -221,6 +224,7 @@ class Learner:
                     self._demand_ratios(outcome, totals.worst)
                 totals = Totals()
                 began = time.perf_counter()
+                self.doing = f"step {work.step}: update {len(outcomes) + 1} of {count}"
                 clip_grads_with_norm_(list(self.policy.parameters()), self.trainer.grad_clip, outcome.norm)
                 if self.critic is not None and outcome.critic_norm is not None:
                     clip_grads_with_norm_(list(self.critic.parameters()), self.trainer.grad_clip, outcome.critic_norm)
@@ -232,6 +236,7 @@ class Learner:
             updates[0] = begun.batches + updates[0]
             begun.batches = []
         self.version += 1
+        self.doing = ""
         effort.seconds += time.perf_counter() - started
         self.effort = effort
         metrics |= statistics.summarise([o.sums for o in outcomes], maxima)
@@ -262,7 +267,8 @@ class Learner:
         proximal = several and algorithm.proximal == "recompute" and algorithm.uses_proximal
         asked = proximal or self.policy.value_head is not None or (algorithm.uses_critic and self._kl_in_reward)
         prepared = []
-        for shares in micro_batches:
+        for number, shares in enumerate(micro_batches, 1):
+            self.doing = f"step {step}: prepares micro-batch {number} of {len(micro_batches)}"
             batch = pack(shares, step, self._device)
             before = _scores(self.policy, batch) if asked else None
             reference = None if self._reference is None else _scores(self._reference, batch).logprobs
@@ -332,7 +338,8 @@ class Learner:
         """Forward and backward of each: gradients into ``.grad``, everything else into ``totals``."""
         # FSDP averages gradients over the ranks; the batch's loss is their sum.
         ranks = dist.get_world_size()
-        for prepared in batches:
+        for number, prepared in enumerate(batches, 1):
+            self.doing = f"step {self.version}: passes of micro-batch {number} of {len(batches)}"
             began = time.perf_counter()
             batch, judged = prepared.batch, prepared.judged
             logprobs, entropy, values = self.policy(batch.tokens, batch.layout, batch.positions, batch.targets)

@@ -136,6 +136,16 @@ def _limit_files(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
+def _own_shm(folder: Path) -> list[str]:
+    """A command before another's that lets it see ``folder`` as /dev/shm; none where that is not allowed."""
+    unshare = ["unshare", "--mount"]
+    try:
+        allowed = subprocess.run([*unshare, "true"], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        allowed = False
+    return [*unshare, "sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"', str(folder)] if allowed else []
+
+
 class Train:
     """``asyncrl train`` in a process of its own, in a new run directory; ``resume``: in the one that is there, from its
     newest or the named checkpoint."""
@@ -147,15 +157,29 @@ class Train:
         self.output = run_dir.with_suffix(".out")
         where = ["--resume", str(run_dir / resume if isinstance(resume, str) else run_dir)]
         where = where if resume else ["--run-dir", str(run_dir)]
+        # What it leaves in shared memory and in the folder for temporary files shows in folders of its own.
+        self._left = [run_dir.with_suffix(".shm"), run_dir.with_suffix(".tmp")]
+        for folder in self._left:
+            folder.mkdir(exist_ok=True)
         # The environment marks every process of this run, so that orphans can be found.
         self._mark = f"ASYNCRL_TEST_RUN={run_dir}"
         name, _, value = self._mark.partition("=")
+        command = [sys.executable, "-m", "asyncrl.cli", "train"]
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "asyncrl.cli", "train", str(recipe), *where, *arguments],
+                [
+                    *_own_shm(self._left[0]),
+                    sys.executable,
+                    "-m",
+                    "asyncrl.cli",
+                    "train",
+                    str(recipe),
+                    *where,
+                    *arguments,
+                ],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", name: value},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._left[1]), name: value},
                 start_new_session=True,
                 preexec_fn=None if file_limit is None else lambda: _limit_files(file_limit),
             )
@@ -204,12 +228,17 @@ class Train:
         return sorted(found)
 
     def check_ended_cleanly(self) -> None:
-        """No process is left and the ledger of the summary balances."""
+        """No process, shared memory or temporary file is left, and the ledger of the summary balances."""
         assert self.processes() == []
+        assert self.leftovers() == []
         ledger = self.summary["ledger"]
         final = sum(ledger[state] for state in ("consumed", "filtered", "surplus", "failed", "aborted"))
         live = sum(ledger[state] for state in ("reserved", "running", "waiting", "scored", "occupied"))
         assert final == ledger["reserved_ever"] and live == 0
+
+    def leftovers(self) -> list[str]:
+        """Names of files in shared memory and in TMPDIR."""
+        return sorted(str(path.relative_to(folder.parent)) for folder in self._left for path in folder.rglob("*"))
 
     def kill(self) -> None:
         for pid in [self.process.pid, *self.processes()]:

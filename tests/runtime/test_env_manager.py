@@ -20,6 +20,7 @@ from asyncrl.runtime.env_manager import EnvManager, Episode, EpisodeLimits, Epis
 from asyncrl.runtime.env_source import LocalEnvs
 from asyncrl.runtime.reward import Scorer
 from asyncrl.runtime.sample_buffer import SampleBuffer
+from asyncrl.runtime.stage import Stage
 from asyncrl.runtime.task_source import TaskSource
 from asyncrl.runtime.trajectory_server import Start
 from asyncrl.runtime.user_code import EpisodeFailed, FailureWindow
@@ -86,7 +87,7 @@ async def play(
         limits=EpisodeLimits(**{**defaults, **limits}),
     )
     try:
-        return await player.play(TASK, start=Start(0), n=n)
+        return await player.play(TASK, start=Start(0), n=n, stage=Stage())
     finally:
         assert all(i.running == 0 for i in proxy.instances)
 

@@ -22,6 +22,7 @@ from asyncrl.runtime.env_manager import Episode
 from asyncrl.runtime.gateway import Gateway
 from asyncrl.runtime.rollout import Rollout, RolloutPlayer
 from asyncrl.runtime.session import SessionLimits
+from asyncrl.runtime.stage import Stage
 from asyncrl.runtime.trajectory_server import Start
 
 from .families import make_tokenizer
@@ -78,7 +79,7 @@ async def play_rollout(
         admit=gateway.admit,
     )
     try:
-        [episode] = await player.play(task, start=Start(0))
+        [episode] = await player.play(task, start=Start(0), stage=Stage())
         return Played(episode, speaker)
     finally:
         await gateway.close()
@@ -270,7 +271,7 @@ async def test_after_the_end_and_after_the_last_turn(tmp_path: Path) -> None:
             idle_timeout_s=20,
             admit=gateway.admit,
         )
-        [episode] = await player.play(TASK, start=Start(0))
+        [episode] = await player.play(TASK, start=Start(0), stage=Stage())
         await ask(agents[0])
     await gateway.close()
     assert len(episode.turns) == 1 and speaker.running == 0
@@ -304,7 +305,7 @@ async def test_episodes_side_by_side_do_not_meet(tmp_path: Path) -> None:
     episodes: list[Episode] = []
 
     async def one() -> None:
-        episodes.extend(await player.play(TASK, start=Start(0)))
+        episodes.extend(await player.play(TASK, start=Start(0), stage=Stage()))
 
     async with asyncio.TaskGroup() as group:
         for _ in range(8):

@@ -15,6 +15,7 @@ from asyncrl.runtime.conversation import ChatTemplate
 from asyncrl.runtime.env_manager import Episode
 from asyncrl.runtime.rollout import Rollout, RolloutPlayer
 from asyncrl.runtime.session import Session, SessionLimits
+from asyncrl.runtime.stage import Stage
 from asyncrl.runtime.trajectory_server import Start
 from asyncrl.runtime.user_code import EpisodeFailed
 from asyncrl.sim.loop import run
@@ -82,7 +83,7 @@ def play(
         )
         try:
             heard = busy.append if busy is not None else lambda running: None
-            [episode] = await player.play(TASK, start=Start(0), on_running=heard)
+            [episode] = await player.play(TASK, start=Start(0), stage=Stage(on_running=heard))
         finally:
             assert speaker.running == 0 and all(i.running == 0 for i in proxy.instances)
         return Played(episode, speaker)
@@ -410,7 +411,7 @@ def test_nothing_is_generated_after_the_end(tmp_path: Path) -> None:
                 limits=SessionLimits(**LIMITS),
                 idle_timeout_s=5,
             )
-            [episode] = await player.play(TASK, start=Start(0))
+            [episode] = await player.play(TASK, start=Start(0), stage=Stage())
             assert len(episode.turns) == 1
             await ask(agents[0], "more")
             with pytest.raises(EpisodeOver):
@@ -438,7 +439,7 @@ async def simulated() -> list[Episode]:
         idle_timeout_s=5,
     )
     try:
-        return await player.play(TASK, start=Start(0))
+        return await player.play(TASK, start=Start(0), stage=Stage())
     finally:
         assert all(i.running == 0 for i in proxy.instances)
 
