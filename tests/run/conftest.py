@@ -167,16 +167,7 @@ class Train:
         command = [sys.executable, "-m", "asyncrl.cli", "train"]
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [
-                    *_own_shm(self._left[0]),
-                    sys.executable,
-                    "-m",
-                    "asyncrl.cli",
-                    "train",
-                    str(recipe),
-                    *where,
-                    *arguments,
-                ],
+                [*_own_shm(self._left[0]), *command, str(recipe), *where, *arguments],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._left[1]), name: value},
