@@ -44,6 +44,7 @@ class TorchrunJob:
         """Returns as soon as torchrun runs. Raises ``OSError`` or ``ChildError``."""
         path = _write_recipe(recipe, run_dir)
         command = [sys.executable, "-m", "asyncrl.train.launch", "--rdzv-backend", "one-node"]
+        command += ["--log-dir", str(run_dir / "torchrun")]  # else it leaves a folder of its own in TMPDIR, each time
         command += ["--nproc-per-node", str(recipe.trainer.ranks), "-m", "asyncrl.train.worker"]
         command += ["--recipe", str(path), "--model", model, "--port", str(port)]
         command += ["--resume", str(resume)] if resume else []
