@@ -109,7 +109,7 @@ async def measure(turns: int, tokens: int, steps: int) -> dict[str, Any]:
             await store.committed()
             whole_cpu, loop_cpu = time.process_time() - began, time.thread_time() - loop_began
             service.cancel()
-        database = (Path(folder) / STORE).stat().st_size
+        database = sum(path.stat().st_size for path in Path(folder).glob(f"{STORE}*"))
     trajectories = steps * BATCH * GROUP
     return {
         "trajectories": trajectories,

@@ -72,13 +72,13 @@ class Segments:
         self._number = known[-1] if known else 0
         self._file: LineFile | None = None
         self._size = 0
-        self._unsynced = False
+        self._buffered: list[bytes] = []
         for number in known:
             if not self._live[number]:
                 self._path(number).unlink(missing_ok=True)
 
     def write(self, data: bytes) -> str:
-        """Append ``data``; the name under which it can be read. Raises ``RunDirError``."""
+        """Append ``data`` with the next ``sync``; the name under which it can be read. Raises ``RunDirError``."""
         if self._file is None or self._size >= SEGMENT_BYTES:
             if self._file is not None:
                 self.sync()
@@ -87,17 +87,17 @@ class Segments:
             self._number += 1
             self._file, self._size = LineFile(self._path(self._number)), 0
         name = f"{self._number}:{self._size}:{len(data)}:{zlib.crc32(data):08x}"
-        self._file.write(data)
+        self._buffered.append(data)
         self._size += len(data)
         self._live[self._number] += 1
-        self._unsynced = True
         return name
 
     def sync(self) -> None:
-        """What was written survives also the machine's death."""
-        if self._unsynced and self._file is not None:
+        """What was written is in the file, and survives also the machine's death. Raises ``RunDirError``."""
+        if self._buffered and self._file is not None:
+            data, self._buffered = b"".join(self._buffered), []
+            self._file.write(data)
             self._file.sync()
-            self._unsynced = False
 
     def read(self, name: str) -> bytes:
         """Raises ``RunDirError`` for what is not there whole."""
