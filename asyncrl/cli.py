@@ -368,7 +368,7 @@ def _fit(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     import uvloop
 
-    from asyncrl.observe.store import STORE
+    from asyncrl.observe.database import STORE
 
     recipe = _load(args)
     now = datetime.now().astimezone()

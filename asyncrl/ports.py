@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from typing import Any, Protocol, TypeVar
 
 from asyncrl.core.advantage import Advantage
-from asyncrl.core.journal import Entry
+from asyncrl.core.journal import Entry, SavedStep
 from asyncrl.core.types import Batch, Record, Trajectory
 from asyncrl.env import Env
 
@@ -328,7 +328,9 @@ class Observer(Protocol):
 
 
 class RunStore(Protocol):
-    """Where a run's state outlives its processes."""
+    """Where a run's state outlives its processes. ``keeps``: ``trained_on`` can be asked."""
+
+    keeps: bool
 
     def put(self, entry: Entry) -> None:
         """Remember ``entry``, behind all before it. Never waits."""
@@ -336,12 +338,20 @@ class RunStore(Protocol):
     async def committed(self) -> None:
         """Wait until everything that was put is durable."""
 
+    async def trained_on(self, step: int) -> SavedStep:
+        """What a step since the newest checkpoint was trained on."""
+
 
 class NoStore:
     """Forgets everything: simulations, and tests of what is around it."""
+
+    keeps = False
 
     def put(self, entry: Entry) -> None:
         pass
 
     async def committed(self) -> None:
         pass
+
+    async def trained_on(self, step: int) -> SavedStep:
+        raise LookupError(step)

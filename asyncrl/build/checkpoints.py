@@ -21,8 +21,8 @@ import msgspec
 
 from asyncrl.config import Recipe, RecipeError
 from asyncrl.core.types import Record
+from asyncrl.observe.database import STORE
 from asyncrl.observe.run_dir import METRICS, SUMMARY, read_lines, write_atomic
-from asyncrl.observe.store import STORE
 from asyncrl.ports import Blocking, CheckpointFailed, CheckpointLost
 from asyncrl.shield import to_the_end
 from asyncrl.train.description import PREFIX, CheckpointError, check, version_of, versions

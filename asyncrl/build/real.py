@@ -12,7 +12,7 @@ from typing import TextIO
 from asyncrl.build import checkpoints
 from asyncrl.build.assemble import Run, World, assemble
 from asyncrl.build.errors import one_line
-from asyncrl.build.resume import restore
+from asyncrl.build.resume import restore, task_finder
 from asyncrl.build.setup import checked_token, set_up
 from asyncrl.build.sources import load_environments, load_sources
 from asyncrl.build.status import StatusFile
@@ -78,11 +78,12 @@ async def train(
 
     writer = ThreadBlocking(workers=1)  # its own, so that no user code keeps it waiting
     point = None if resume is None else checkpoints.find(resume, recipe)
+    find_task = task_finder(sources)
     store, saved, resumed = None, NOTHING, None
     if point is not None:
         run_dir = point.run_dir
-        store = Store(run_dir, blocking=writer)
-        saved, resumed = restore(store, point, sources)
+        store = Store(run_dir, blocking=writer, find_task=find_task)
+        saved, resumed = restore(store, point)
         checkpoints.set_aside(point)
     recorder = Recorder(
         run_dir,
@@ -91,7 +92,7 @@ async def train(
         decode=tokenizer.decode,
         resume=resumed,
     )
-    store = store or Store(run_dir, blocking=writer)
+    store = store or Store(run_dir, blocking=writer, find_task=find_task)
     store.before, store.seconds = recorder.flush, lambda: recorder.clock() - recorder.start
     write_atomic(run_dir / RECIPE, dumps(recipe))
     logs = run_dir / "logs"

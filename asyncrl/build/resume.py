@@ -1,4 +1,4 @@
-"""Opening a run's store, and what a run that goes on has from it."""
+"""What a run that goes on has from its store."""
 
 from __future__ import annotations
 
@@ -11,21 +11,28 @@ from asyncrl.build.sources import Loaded
 from asyncrl.core.journal import Saved
 from asyncrl.core.types import Task
 from asyncrl.observe.run_dir import Resumed
-from asyncrl.observe.saved import load, rewind
+from asyncrl.observe.saved import FindTask
 from asyncrl.observe.store import Store
 
 
-def restore(store: Store, point: ResumePoint, sources: Mapping[str, Loaded]) -> tuple[Saved, Resumed]:
-    """For the runtime, and for the files of the run directory. Raises ``RunDirError``."""
-    tasks = {(name, task.id): task for name, source in sources.items() for task in source.train}
-    version, entry = point.entry.version, point.entry
+def task_finder(sources: Mapping[str, Loaded]) -> FindTask:
+    """The training tasks by source and id; looked through when one is asked for."""
+    tasks: dict[tuple[str, str], Task] = {}
 
     def find_task(source: str, name: str) -> Task:
+        if not tasks:
+            tasks.update({(s, task.id): task for s, loaded in sources.items() for task in loaded.train})
         return tasks[source, name]
 
+    return find_task
+
+
+def restore(store: Store, point: ResumePoint) -> tuple[Saved, Resumed]:
+    """For the runtime, and for the files of the run directory. Raises ``RunDirError``."""
+    version, entry = point.entry.version, point.entry
     if point.back:
-        rewind(store, version, entry.tasks)
-    saved = load(store, find_task, checkpoint=version)
+        store.rewind(version, entry.tasks)
+    saved = store.load(version)
     if point.back:
         saved = msgspec.structs.replace(saved, tasks_done=entry.tasks, baseline=entry.baseline)
         return saved, Resumed(version=version, at=entry.at)

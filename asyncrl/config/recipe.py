@@ -298,8 +298,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Pause before the first restart; twice as long before each further one."""
     replay_steps: int = 20
     """So often a checkpoint is made for the sake of ``restarts`` and of a run that is killed, also where
-    ``run.checkpoint_every`` asks for fewer. The batches since then are in the run store, and those of up to twice as
-    many steps in the controller's memory."""
+    ``run.checkpoint_every`` asks for fewer. The batches since then are in the run store, on the disk."""
     connect_timeout_s: float = 300.0
     step_timeout_s: float = 3600.0
 

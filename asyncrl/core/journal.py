@@ -193,8 +193,6 @@ class Saved(Record, frozen=True, kw_only=True):
     """Of the newest weights that were made."""
     consumed: int = 0
     """Steps whose batch was taken."""
-    steps: Mapping[int, SavedStep] = {}
-    """Those that were trained since the oldest checkpoint that is needed, by number."""
     taken: Batch | None = None
     """The batch that was taken and is not known to be trained."""
     groups: Sequence[SavedGroup] = ()

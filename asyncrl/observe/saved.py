@@ -2,55 +2,43 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable, Iterator
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from asyncrl.core.journal import Saved, SavedGroup, SavedSlot, SavedStep, Work, joined
 from asyncrl.core.types import Batch, Group, Task, Trajectory, Turn
+from asyncrl.observe.database import WHOLE
 from asyncrl.observe.run_dir import RunDirError
-from asyncrl.observe.segments import advantage, decode
-from asyncrl.observe.store import WHOLE, Store, translated
+from asyncrl.observe.segments import Segments, advantage, decode
 
 FindTask = Callable[[str, str], Task]
 """The task of a source with an id. Raises ``KeyError``."""
 
 
-def load(store: Store, find_task: FindTask, *, checkpoint: int) -> Saved:
-    """Where the run stands, whose newest checkpoint is of version ``checkpoint``. Raises ``RunDirError``."""
-    with translated(store.path):
-        return _Loader(store, find_task).load(checkpoint)
+class Reader:
+    """Of the database and the segments of the run at ``path``. Raises ``RunDirError``, and SQLite's errors."""
 
-
-def rewind(store: Store, version: int, tasks_done: int) -> None:
-    """Take the run back to where its weights were of ``version``, with ``tasks_done`` tasks given out: what had not
-    been consumed by then is given up. Raises ``RunDirError``."""
-    db, reason = store.db, f"the run went back to version {version}"
-    with translated(store.path), db:
-        lost = db.execute("SELECT id FROM groups WHERE step >= ? OR state IN ('open', 'ready')", (version,)).fetchall()
-        for (group,) in lost:
-            store._end_group(group, "aborted", reason)
-        db.execute("UPDATE groups SET step = NULL WHERE step >= ?", (version,))
-        db.execute("DELETE FROM steps WHERE step >= ?", (version,))
-        for (payload,) in db.execute("DELETE FROM given WHERE step >= ? RETURNING payload", (version,)).fetchall():
-            store._free(payload)
-        db.executemany(
-            "INSERT OR IGNORE INTO steps (step, checksum) VALUES (?, '0')", [(step,) for step in range(version)]
-        )  # where the store itself was lost
-        db.execute("UPDATE groups SET tasks_done = ? WHERE id = (SELECT max(id) FROM groups)", (tasks_done,))
-
-
-class _Loader:
-    def __init__(self, store: Store, find_task: FindTask) -> None:
-        self._store = store
-        self._db = store.db
+    def __init__(self, path: Path, db: sqlite3.Connection, segments: Segments, find_task: FindTask) -> None:
+        self._path = path
+        self._db = db
+        self._segments = segments
         self._find_task = find_task
 
-    def load(self, checkpoint: int) -> Saved:
+    def saved(self, checkpoint: int) -> Saved:
+        """Where the run stands, whose newest checkpoint is of version ``checkpoint``."""
         db = self._db
         [(consumed,)] = db.execute("SELECT count(*) FROM steps").fetchall()
         checksums = dict(db.execute("SELECT step, checksum FROM steps WHERE checksum IS NOT NULL"))
         version = max(checksums, default=-1) + 1
+        kept = {step for (step,) in db.execute("SELECT step FROM given WHERE part = ?", (WHOLE,))}
+        if missing := [step for step in range(checkpoint, version) if step not in kept]:
+            raise RunDirError(
+                f"{self._path}: step {missing[0]} is not kept, and the newest checkpoint is older; go on from that: "
+                "--resume RUN/checkpoints/version-N"
+            )
         taken = self._batch(version) if version < consumed else None
         with db:  # the batch that was not trained is given anew, and perhaps not in the same parts
             db.execute("DELETE FROM given WHERE step >= ?", (version,))
@@ -73,7 +61,6 @@ class _Loader:
             life=int(notes.get("life", 0)),
             version=version,
             consumed=consumed,
-            steps={step: self._step(step, int(checksums[step], 16)) for step in range(checkpoint, version)},
             taken=taken,
             groups=tuple(self._groups()),
             tasks_done=done[0] if done else 0,
@@ -90,13 +77,10 @@ class _Loader:
 
     # --- what was trained
 
-    def _step(self, step: int, checksum: int) -> SavedStep:
+    def step(self, step: int) -> SavedStep:
+        """What a step was trained on, which no checkpoint has."""
         parts = self._db.execute("SELECT part, payload FROM given WHERE step = ? ORDER BY part", (step,)).fetchall()
-        if not parts or parts[0][0] != WHOLE:
-            raise RunDirError(
-                f"{self._store.path}: step {step} is not kept, and the newest checkpoint is older; go on from that: "
-                "--resume RUN/checkpoints/version-N"
-            )
+        [(checksum,)] = self._db.execute("SELECT checksum FROM steps WHERE step = ?", (step,)).fetchall()
         works: list[Work] = []
         groups = {group.id: group for group in self._batch(step).groups}
         for _, payload in parts:
@@ -104,7 +88,7 @@ class _Loader:
             batch = Batch(step=step, groups=tuple(groups[i] for i in ids))
             works.append(Work(batch=batch, advantages=[advantage(a) for a in advantages]))
         whole, *fed = works
-        return SavedStep(fed=fed, work=whole, checksum=checksum)
+        return SavedStep(fed=fed, work=whole, checksum=int(checksum, 16))
 
     def _batch(self, step: int) -> Batch:
         rows = self._db.execute(
@@ -171,7 +155,7 @@ class _Loader:
     # --- payloads
 
     def _read(self, payload: str) -> Any:
-        return decode(self._store.segments.read(payload))
+        return decode(self._segments.read(payload))
 
     def _trajectory(self, payload: str) -> Trajectory:
         return Trajectory(**self._read(payload))
@@ -181,6 +165,6 @@ class _Loader:
             return self._find_task(source, name)
         except KeyError:
             raise RunDirError(
-                f"{self._store.path}: the run has begun task {name!r}, which the training rows do not have any more; "
+                f"{self._path}: the run has begun task {name!r}, which the training rows do not have any more; "
                 "put it back, or begin a new run"
             ) from None

@@ -15,54 +15,29 @@ when their trajectory ends, those of a group when it leaves untrained, or when a
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
-import sqlite3
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from asyncrl.core import journal
+from asyncrl.observe.database import STORE, WHOLE, connect, exclusive, translated
 from asyncrl.observe.run_dir import RunDirError
+from asyncrl.observe.saved import FindTask, Reader
 from asyncrl.observe.segments import Segments, encode
 from asyncrl.ports import Blocking
 
-STORE = "run.db"
 SEGMENTS = "segments"
 LOCK = "run.lock"
-SCHEMA = 1
 LINGER_S = 0.1
 """How long an entry that nobody waits for may wait for others to be written with."""
 QUEUE_LIMIT = 65_536
 """Entries that may wait for a write; who puts one more writes them on the spot."""
-
-TABLES = """
-CREATE TABLE groups (
-    id INTEGER PRIMARY KEY, source TEXT, task TEXT, tasks_done INTEGER, v_traj INTEGER, deadline INTEGER,
-    state TEXT, reason TEXT, step INTEGER, position INTEGER  -- among the ready ones; in its batch once consumed
-);
-CREATE INDEX groups_live ON groups (state) WHERE state IN ('open', 'ready');
-CREATE INDEX groups_step ON groups (step) WHERE step IS NOT NULL;
-CREATE TABLE trajectories (
-    id INTEGER PRIMARY KEY, group_id INTEGER, member INTEGER, attempt INTEGER, state TEXT, reason TEXT, infra INTEGER,
-    reward REAL, turns INTEGER, tokens INTEGER, finish_reason TEXT, payload TEXT
-);
-CREATE INDEX trajectories_group ON trajectories (group_id);
-CREATE TABLE turns (
-    trajectory INTEGER, number INTEGER, piece INTEGER, whole INTEGER, payload TEXT,
-    PRIMARY KEY (trajectory, number, piece)
-) WITHOUT ROWID;
-CREATE TABLE steps (step INTEGER PRIMARY KEY, baseline REAL, checksum TEXT);
-CREATE TABLE given (step INTEGER, part INTEGER, payload TEXT, PRIMARY KEY (step, part)) WITHOUT ROWID;
-CREATE TABLE notes (key TEXT PRIMARY KEY, value REAL) WITHOUT ROWID;
-"""
-WHOLE = -1
-"""``given.part`` of a batch."""
 
 
 class Store:
@@ -70,7 +45,9 @@ class Store:
     has it open. ``before`` is called ahead of each transaction, on the thread that writes: files that must not lag
     behind the database. ``seconds`` is how long the run has lasted."""
 
-    def __init__(self, run_dir: Path, *, blocking: Blocking) -> None:
+    keeps = True
+
+    def __init__(self, run_dir: Path, *, blocking: Blocking, find_task: FindTask) -> None:
         self.path = run_dir / STORE
         self.before: Callable[[], None] = lambda: None
         self.seconds: Callable[[], float] = lambda: 0.0
@@ -82,7 +59,7 @@ class Store:
         self._error: RunDirError | None = None
         self._wake, self._urgent = asyncio.Event(), asyncio.Event()
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self._lock = _exclusive(run_dir / LOCK)
+        self._lock = exclusive(run_dir / LOCK)
         try:
             self.db = connect(self.path)
             with translated(self.path):
@@ -92,6 +69,7 @@ class Store:
                     "SELECT payload FROM turns UNION ALL SELECT payload FROM given WHERE payload IS NOT NULL"
                 )
                 self.segments = Segments(run_dir / SEGMENTS, (payload for (payload,) in live))
+                self._reader = Reader(self.path, self.db, self.segments, find_task)
                 self._ready = self._scalar("SELECT max(position) FROM groups WHERE state = 'ready'") or 0
         except BaseException:
             os.close(self._lock)
@@ -116,6 +94,14 @@ class Store:
         self._waiters.append((self._put, future))
         self._urgent.set()
         await future
+
+    async def trained_on(self, step: int) -> journal.SavedStep:
+        await self.committed()
+        return await self._blocking.run(self._read_step, step)
+
+    def _read_step(self, step: int) -> journal.SavedStep:
+        with self._mutex, translated(self.path):
+            return self._reader.step(step)
 
     async def run(self) -> None:
         """Beside the run, until cancelled. Raises ``RunDirError``."""
@@ -147,6 +133,30 @@ class Store:
             self.segments.close()
             self.db.close()
             os.close(self._lock)
+
+    # --- a run that goes on
+
+    def load(self, checkpoint: int) -> journal.Saved:
+        """Where the run stands, whose newest checkpoint is of version ``checkpoint``. Raises ``RunDirError``."""
+        with translated(self.path):
+            return self._reader.saved(checkpoint)
+
+    def rewind(self, version: int, tasks_done: int) -> None:
+        """Take the run back to where its weights were of ``version``, with ``tasks_done`` tasks given out: what had not
+        been consumed by then is given up. Raises ``RunDirError``."""
+        db, reason = self.db, f"the run went back to version {version}"
+        with translated(self.path), db:
+            lost = db.execute("SELECT id FROM groups WHERE step >= ? OR state IN ('open', 'ready')", (version,))
+            for (group,) in lost.fetchall():
+                self._end_group(group, "aborted", reason)
+            db.execute("UPDATE groups SET step = NULL WHERE step >= ?", (version,))
+            db.execute("DELETE FROM steps WHERE step >= ?", (version,))
+            for (payload,) in db.execute("DELETE FROM given WHERE step >= ? RETURNING payload", (version,)).fetchall():
+                self._free(payload)
+            db.executemany(
+                "INSERT OR IGNORE INTO steps (step, checksum) VALUES (?, '0')", [(step,) for step in range(version)]
+            )  # where the store itself was lost
+            db.execute("UPDATE groups SET tasks_done = ? WHERE id = (SELECT max(id) FROM groups)", (tasks_done,))
 
     # --- the transaction
 
@@ -301,52 +311,3 @@ class Store:
     def _scalar(self, query: str, values: Sequence[object] = ()) -> Any:
         row = self.db.execute(query, values).fetchone()
         return row[0] if row else None
-
-
-def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
-    """The database, with its tables. Raises ``RunDirError``."""
-    with translated(path):
-        name = f"file:{path}?mode=ro" if read_only else str(path)
-        db = sqlite3.connect(name, uri=read_only, check_same_thread=False)
-        try:
-            (schema,) = db.execute("PRAGMA user_version").fetchone()
-            if schema > SCHEMA:
-                raise RunDirError(
-                    f"{path}: schema {schema}, but this version of asyncrl reads {SCHEMA}; use the one that made it"
-                )
-            if not read_only:
-                db.execute("PRAGMA journal_mode = WAL")
-                db.execute("PRAGMA synchronous = FULL")
-                if not schema:
-                    with db:
-                        db.executescript(f"BEGIN;{TABLES}PRAGMA user_version = {SCHEMA};COMMIT;")
-        except BaseException:
-            db.close()
-            raise
-        return db
-
-
-@contextmanager
-def translated(path: Path) -> Iterator[None]:
-    """SQLite's errors as ``RunDirError``."""
-    try:
-        yield
-    except sqlite3.Error as error:
-        remedy = "free space there, or see what else uses it"
-        if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
-            remedy = "remove it, and go on from the newest checkpoint with --resume"
-        raise RunDirError(f"{path}: {error}; {remedy}") from error
-
-
-def _exclusive(path: Path) -> int:
-    """A lock that ends with this process. Raises ``RunDirError`` where another has it."""
-    try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise RunDirError(f"{path}: cannot write ({error.strerror}): give another --run-dir") from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(file)
-        raise RunDirError(f"{path}: another process runs in this folder; end it, or give another --run-dir") from None
-    return file

@@ -1,8 +1,8 @@
 """RestartingTrainer: a trainer whose death costs time, and nothing else.
 
 The job is started again from its newest complete checkpoint (or the initial model), and trained once more on the
-batches of the steps since then, which are kept here; then goes on what was interrupted. Rollouts never stop: they go
-on as far as the staleness control admits, and the buffer and its ledger know nothing of it.
+batches of the steps since then, which the run store has; then goes on what was interrupted. Rollouts never stop: they
+go on as far as the staleness control admits, and the buffer and its ledger know nothing of it.
 
 What counts as trained once: a batch is consumed once by the ledger and once in the history of the weights that
 survive. A step is trained again only when the weights that it made are lost, on the very same batch and advantages,
@@ -18,8 +18,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-import msgspec
-
 from asyncrl.core import journal
 from asyncrl.core.advantage import Advantage
 from asyncrl.core.journal import NOTHING, Saved, SavedStep, Work
@@ -34,8 +32,8 @@ class RestartingTrainer:
     """``ports.Trainer`` over ``job``, which it starts again up to ``restarts`` times without a new step in between,
     after ``backoff_s``, and twice as long each further time. ``note`` prints a line for the user.
 
-    At most ``2 · replay_steps`` steps are kept, so that one checkpoint every ``replay_steps`` may fail. Owns those
-    batches: in memory, 13 to 17 bytes a token.
+    A run that goes on from what is ``saved`` begins in the same way. Without a store that keeps them, at most ``2 ·
+    replay_steps`` steps are kept in memory, so that one checkpoint every ``replay_steps`` may fail.
     """
 
     def __init__(
@@ -59,8 +57,8 @@ class RestartingTrainer:
         self._note = note
         self._version = saved.version
         self._saved = saved
-        self._kept: dict[int, SavedStep] = dict(saved.steps)
-        """Step → what it was trained on, in order."""
+        self._kept: dict[int, SavedStep] = {}
+        """Step → what it was trained on, in order, where the store does not keep it."""
         self._fed: list[Work] = []
         """Parts of the batch to come that the job has taken."""
         self._life = 0
@@ -125,7 +123,7 @@ class RestartingTrainer:
         await self._remember(batch, advantages, None)
         result = await self.attempt(lambda: self._job.train_step(batch, advantages), f"step {batch.step}")
         fed, self._fed = [part for part in self._fed if part.batch.step == batch.step], []
-        if self._restarts:
+        if self._restarts and not self._store.keeps:
             work = Work(batch=batch, advantages=advantages)
             self._kept[batch.step] = SavedStep(fed=fed, work=work, checksum=result.checksum)
             if len(self._kept) > 2 * self._replay_steps:
@@ -249,7 +247,8 @@ class RestartingTrainer:
         step = first
         await self.restage(step)
         while step < self._version:
-            if (trained := self._kept.get(step)) is None:
+            trained = await self._store.trained_on(step) if self._store.keeps else self._kept.get(step)
+            if trained is None:
                 raise TrainerError(
                     f"trainer: its newest checkpoint is of version {first}, and step {step} is not kept any more; "
                     "make room for checkpoints and go on from it with --resume"
@@ -258,7 +257,6 @@ class RestartingTrainer:
             result = await self._job.train_step(trained.work.batch, trained.work.advantages)
             if result.checksum != trained.checksum and not exact:
                 self._store.put(journal.Trained(step=step, checksum=result.checksum))
-                self._kept[step] = msgspec.structs.replace(trained, checksum=result.checksum)
                 self._note(
                     f"trainer: step {step}, trained again, gave other weights than before, as it may with another "
                     "number of ranks; going on with these"

@@ -21,8 +21,8 @@ from asyncrl.build.virtual import simulated
 from asyncrl.config import Recipe, load_table
 from asyncrl.core.ledger import FINAL
 from asyncrl.core.types import flatten
-from asyncrl.observe.saved import load
-from asyncrl.observe.store import SEGMENTS, STORE, Store, connect
+from asyncrl.observe.database import STORE, connect
+from asyncrl.observe.store import SEGMENTS, Store
 from asyncrl.sim.blocking import SimBlocking
 from asyncrl.sim.loop import run
 from asyncrl.sim.tasks import SimTasks
@@ -110,10 +110,11 @@ class Life:
         run(self._live(), limit=1e6)
 
     async def _live(self) -> None:
-        store = Store(self.run_dir, blocking=SimBlocking(rng=random.Random("store")))
-        store.db.execute("PRAGMA synchronous = OFF")  # no machine dies here
         tasks = {task.id: task for task in SimTasks(self.settings.sim, seed=self.settings.seed).train}
-        self.saved = load(store, lambda source, name: tasks[name], checkpoint=self.checkpoint[0])
+        blocking = SimBlocking(rng=random.Random("store"))
+        store = Store(self.run_dir, blocking=blocking, find_task=lambda source, name: tasks[name])
+        store.db.execute("PRAGMA synchronous = OFF")  # no machine dies here
+        self.saved = store.load(self.checkpoint[0])
         write = store.write
 
         def watched_write() -> None:

@@ -16,12 +16,16 @@ from asyncrl.core import journal
 from asyncrl.core.advantage import TurnRewards
 from asyncrl.core.journal import Saved
 from asyncrl.core.types import Task, Trajectory, Turn
-from asyncrl.observe import segments, store
+from asyncrl.observe import database, segments, store
+from asyncrl.observe.database import STORE
 from asyncrl.observe.run_dir import RunDirError
-from asyncrl.observe.saved import load, rewind
-from asyncrl.observe.store import SEGMENTS, STORE, Store
+from asyncrl.observe.store import SEGMENTS, Store
 
 TASKS = {f"t{i}": Task(id=f"t{i}", data={"n": i}) for i in range(10)}
+
+
+def find_task(source: str, name: str) -> Task:
+    return TASKS[name]
 
 
 class Inline:
@@ -79,17 +83,17 @@ def finished(group: int, number: int) -> list[journal.Entry]:
 
 def kept(folder: Path, entries: list[journal.Entry]) -> None:
     """A process that puts these and ends."""
-    with closing(Store(folder, blocking=Inline())) as opened_store:
+    with closing(Store(folder, blocking=Inline(), find_task=find_task)) as opened_store:
         for entry in entries:
             opened_store.put(entry)
 
 
 def found(folder: Path, checkpoint: int = 0) -> Saved:
-    with closing(Store(folder, blocking=Inline())) as opened_store:
-        return load(opened_store, lambda source, name: TASKS[name], checkpoint=checkpoint)
+    with closing(Store(folder, blocking=Inline(), find_task=find_task)) as opened_store:
+        return opened_store.load(checkpoint)
 
 
-def test_what_was_put_is_found_again(tmp_path: Path) -> None:
+async def test_what_was_put_is_found_again(tmp_path: Path) -> None:
     advantages = [0.5, TurnRewards(ends=(2,), rewards=(1.0,)), None, array("f", [0.0, 1.0])]
     kept(
         tmp_path,
@@ -118,7 +122,8 @@ def test_what_was_put_is_found_again(tmp_path: Path) -> None:
     assert saved.final == {("consumed", ""): 2, ("failed", "step: no"): 1}
     assert (saved.retried, saved.failed_task, saved.failed_infra) == (1, 0, 1)
     assert saved.notes["bound"] == 1.5 and saved.notes["control"] == "buffers"
-    step = saved.steps[0]
+    with closing(Store(tmp_path, blocking=Inline(), find_task=find_task)) as opened_store:
+        step = await opened_store.trained_on(0)
     assert step.checksum == 2**63 + 1
     assert list(step.work.advantages) == advantages and [list(w.advantages) for w in step.fed] == [advantages[:1]]
     assert step.work.batch.groups[0].trajectories == (trajectory(1, 1),)
@@ -156,7 +161,7 @@ def test_tokens_are_kept_until_a_checkpoint_has_their_step(tmp_path: Path, monke
     assert files() == 2
     kept(tmp_path, [journal.BatchTaken(step=0, groups=(0,)), journal.Given(step=0, groups=(0,), advantages=[1.0])])
     kept(tmp_path, [journal.Trained(step=0, checksum=1)])
-    assert files() == 3 and set(found(tmp_path).steps) == {0}
+    assert files() == 3 and found(tmp_path).version == 1
     kept(tmp_path, [journal.Checkpointed(version=1)])
     assert files() == 1
     assert found(tmp_path, checkpoint=1).groups[1].slots[0].trajectory == trajectory(1, 1)
@@ -188,8 +193,8 @@ def test_a_run_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
             journal.Trained(step=step, checksum=step),
         ]
     kept(tmp_path, [*entries, *finished(3, 3), opened(4, 4)])
-    with closing(Store(tmp_path, blocking=Inline())) as opened_store:
-        rewind(opened_store, 1, tasks_done=2)
+    with closing(Store(tmp_path, blocking=Inline(), find_task=find_task)) as opened_store:
+        opened_store.rewind(1, tasks_done=2)
     saved = found(tmp_path, checkpoint=1)
     assert (saved.version, saved.consumed, saved.groups, saved.taken) == (1, 1, (), None)
     assert (saved.tasks_done, saved.next_group, saved.next_trajectory) == (2, 5, 5)
@@ -198,7 +203,7 @@ def test_a_run_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
 
 
 async def test_who_waits_goes_on_when_all_that_was_put_is_written(tmp_path: Path) -> None:
-    with closing(Store(tmp_path, blocking=Inline())) as opened_store:
+    with closing(Store(tmp_path, blocking=Inline(), find_task=find_task)) as opened_store:
         await opened_store.committed()  # nothing to wait for
         async with asyncio.TaskGroup() as group:
             service = group.create_task(opened_store.run())
@@ -212,7 +217,7 @@ async def test_who_waits_goes_on_when_all_that_was_put_is_written(tmp_path: Path
 
 
 def test_a_full_disk_is_one_line_and_said_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened_store = Store(tmp_path, blocking=Inline())
+    opened_store = Store(tmp_path, blocking=Inline(), find_task=find_task)
     opened_store.db.execute("PRAGMA max_page_count = 1")
     opened_store.put(opened(0, *range(10_000)))
     for _ in range(2):
@@ -225,17 +230,17 @@ def test_a_full_disk_is_one_line_and_said_again(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_store_of_a_newer_version_or_in_use_is_refused(tmp_path: Path) -> None:
-    with closing(Store(tmp_path, blocking=Inline())) as first:
+    with closing(Store(tmp_path, blocking=Inline(), find_task=find_task)) as first:
         with pytest.raises(RunDirError, match=r"run\.lock: another process runs in this folder"):
-            Store(tmp_path, blocking=Inline())
-        first.db.execute(f"PRAGMA user_version = {store.SCHEMA + 1}")
+            Store(tmp_path, blocking=Inline(), find_task=find_task)
+        first.db.execute(f"PRAGMA user_version = {database.SCHEMA + 1}")
     with pytest.raises(RunDirError, match=r"run\.db: schema 2, but this version of asyncrl reads 1; use the one that"):
-        Store(tmp_path, blocking=Inline())
+        Store(tmp_path, blocking=Inline(), find_task=find_task)
 
 
 def test_a_full_queue_is_written_on_the_spot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "QUEUE_LIMIT", 2)
-    with closing(Store(tmp_path, blocking=Inline())) as opened_store:
+    with closing(Store(tmp_path, blocking=Inline(), find_task=find_task)) as opened_store:
         for number in range(3):
             opened_store.put(opened(number, number))
         assert opened_store.db.execute("SELECT count(*) FROM groups").fetchone() == (2,)
