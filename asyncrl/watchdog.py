@@ -13,9 +13,12 @@ from __future__ import annotations
 import asyncio
 import math
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections import deque
+from collections.abc import Callable
 from types import CodeType, FrameType
 
 SIGNAL = signal.SIGUSR1
@@ -26,11 +29,16 @@ class LoopBlocked(Exception):
 
 
 class LoopWatchdog:
-    """``entries`` are the code objects of the functions that call user code; ``limit_s`` is how long that may block."""
+    """``entries`` are the code objects of the functions that call user code; ``limit_s`` is how long that may block.
+    What blocks for longer than twice that cannot be interrupted: ``hangs`` is called, on a thread, with where every
+    thread is, once each time."""
 
-    def __init__(self, entries: frozenset[CodeType], *, limit_s: float) -> None:
+    def __init__(
+        self, entries: frozenset[CodeType], *, limit_s: float, hangs: Callable[[str], None] = lambda text: None
+    ) -> None:
         self._entries = entries
         self._limit_s = limit_s
+        self._hangs = hangs
         self._beat = 0.0
         self._stop = threading.Event()
 
@@ -49,9 +57,14 @@ class LoopWatchdog:
             signal.signal(SIGNAL, before)
 
     def _watch(self, main_thread: int) -> None:
+        told = 0.0
         while not self._stop.wait(self._limit_s / 4):
-            if time.monotonic() - self._beat > self._limit_s:
+            silent_s = time.monotonic() - self._beat
+            if silent_s > self._limit_s:
                 signal.pthread_kill(main_thread, SIGNAL)
+            if silent_s > 2 * self._limit_s and told != self._beat:
+                told = self._beat
+                self._hangs(f"the event loop does not answer for {silent_s:.0f} s\n{_where_threads_are()}")
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         blocked_s = time.monotonic() - self._beat
@@ -63,6 +76,12 @@ class LoopWatchdog:
         if at is not None:
             where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             raise LoopBlocked(f"blocked the event loop for {blocked_s:.0f} s at {where}; await instead")
+
+
+def _where_threads_are() -> str:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = sys._current_frames().items()
+    return "\n".join(f"{names.get(i, i)}:\n{''.join(traceback.format_stack(frame))}" for i, frame in stacks)
 
 
 class LoopLag:

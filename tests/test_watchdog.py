@@ -62,6 +62,26 @@ def test_other_code_is_never_interrupted() -> None:
     assert uvloop.run(watched(slow, elsewhere)) >= 1.5
 
 
+def test_what_cannot_be_interrupted_is_reported_with_where_it_hangs() -> None:
+    told: list[str] = []
+
+    async def main() -> None:
+        watchdog = LoopWatchdog(frozenset(), limit_s=0.1, hangs=told.append)
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(watchdog.run())
+            await asyncio.sleep(0.05)
+            until = time.monotonic() + 30
+            while not told and time.monotonic() < until:
+                time.sleep(0.1)  # noqa: ASYNC251
+            time.sleep(0.3)  # noqa: ASYNC251
+            watching.cancel()
+
+    asyncio.run(main())
+    [report] = told
+    assert report.startswith("the event loop does not answer for")
+    assert "MainThread:" in report and "in main" in report
+
+
 def test_the_lag_of_the_loop_is_what_timers_come_late() -> None:
     async def main() -> tuple[float, float]:
         lag = LoopLag(every_s=0.01)

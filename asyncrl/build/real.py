@@ -282,7 +282,7 @@ async def train(
             store.run,
             flush,
             keeper.watch,
-            LoopWatchdog(USER_CODE, limit_s=recipe.env.block_timeout_s).run,
+            LoopWatchdog(USER_CODE, limit_s=recipe.env.block_timeout_s, hangs=status.hangs).run,
         ],
         note=progress.note,
         kill_server=None if recipe.engine.urls else servers.kill,

@@ -73,19 +73,23 @@ class StatusFile:
 
     async def keep_report(self, text: str) -> str:
         """The report of a stall, into a file of its own; where, as the end of a sentence."""
-        folder = self._run_dir / STALLS
-
-        def write() -> Path:
-            folder.mkdir(exist_ok=True)
-            path = folder / f"{datetime.now():%Y%m%d-%H%M%S}.txt"
-            write_atomic(path, text.encode())
-            return path
-
         try:
             async with asyncio.timeout(KEEP_S):
-                return f"; see {await self._blocking.run(write)}"
+                return f"; see {await self._blocking.run(self._write_report, text)}"
         except (TimeoutError, OSError, RunDirError):
             return ""
+
+    def hangs(self, text: str) -> None:
+        """The same, on a thread, for an event loop that does not answer."""
+        with suppress(OSError, RunDirError):
+            self._write_report(text)
+
+    def _write_report(self, text: str) -> Path:
+        folder = self._run_dir / STALLS
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{datetime.now():%Y%m%d-%H%M%S}.txt"
+        write_atomic(path, text.encode())
+        return path
 
     async def _now(self) -> Written:
         gate, run = self._gate, self.run

@@ -106,6 +106,20 @@ def test_rows_show_every_component(recorder: Recorder, clock: Clock):
     assert rows["held-out"] == "0.250"
 
 
+def test_rows_show_the_lag_of_the_loop_and_what_the_end_waits_for(recorder: Recorder, clock: Clock):
+    out = Terminal(tty=False)
+    progress = Progress(recorder, out)
+    recorder.counter("loop/lag_p99", clock.now, 0.012)
+    progress.ending = "waits for a last checkpoint, 117 s left"
+    progress.render()
+    assert out.text == "stopping: waits for a last checkpoint, 117 s left\n"
+    rows = dict(progress.rows())
+    assert rows["controller"].endswith("loop lag 12 ms")
+    assert rows["stopping"] == progress.ending
+    progress.ending = ""
+    assert "stopping" not in dict(progress.rows())
+
+
 def test_rows_after_steps_show_reward_trainer_and_time_left(recorder: Recorder, clock: Clock):
     progress = Progress(recorder, Terminal(tty=False))
     for step, reward in enumerate([0.0, 0.5, 1.0]):

@@ -14,6 +14,8 @@ import torch
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from asyncrl.build.status import show
+
 from .conftest import Train
 
 pytestmark = pytest.mark.timeout(300)
@@ -84,7 +86,7 @@ def test_a_folder_that_holds_a_run_is_left_alone(train: Start, tiny_recipe: Path
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_the_run_in_order(train: Start, number: signal.Signals) -> None:
-    run = train(*set_("run.steps=5000"))
+    run = train(*set_("run.steps=5000", "staleness.bound=4"))  # so there are always groups under way
     run.until(lambda: run.steps() >= 2)
     run.process.send_signal(number)
     assert run.wait(60) == 130
@@ -109,6 +111,22 @@ def test_a_second_interrupt_stops_at_once_and_still_leaves_a_summary(train: Star
     run.check_ended_cleanly()
     assert run.summary["exit"] == "interrupted"
     assert "Traceback" not in run.text()
+
+
+def test_a_killed_controller_leaves_no_process_and_a_status_that_says_so(train: Start) -> None:
+    run = train()
+    run.until(lambda: run.processes("asyncrl.serve") and (run.run_dir / "status.json").exists())
+    assert show(run.run_dir, lambda line: None) == 0
+    run.process.kill()
+    run.process.wait()
+    for _ in range(300):  # the kernel ends the children, and those their own
+        if not run.processes():
+            break
+        time.sleep(0.1)
+    assert run.processes() == []
+    lines: list[str] = []
+    assert show(run.run_dir, lambda line: lines.append(str(line))) == 1
+    assert lines[0].startswith(f"killed: process {run.process.pid} is gone")
 
 
 def test_an_interrupt_while_starting_leaves_nothing_running(train: Start) -> None:
