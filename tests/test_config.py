@@ -252,7 +252,7 @@ def test_an_impossible_combination_names_both_sides(table: dict[str, Any], key: 
         ({"staleness": {"bound": 1.5}}, "staleness.bound = 1.5: η of staleness buffers is a whole number"),
         ({"update": {"running": "drain"}}, "update.running = drain: a server that pulls interrupts its requests"),
         ({"update": {"overlap": False}}, "update.overlap = false: servers take weights at their own pace"),
-        ({"engine": {"mu": 0.0}}, "engine.mu = 0.0: is a share, more than 0 and at most 1"),
+        ({"engine": {"mu": -0.1}}, "engine.mu = -0.1: is a share, from 0 to 1"),
         ({"engine": {"phi_wait": -1}}, "engine.phi_wait = -1: must be 0 or more"),
         ({"engine": {"phi_throughput": 1.0}}, "engine.phi_throughput = 1.0: is how many times as fast"),
         ({"staleness": {"control": "inflight_cap"}}, "engine.routing = waterfall: is the coordinator's; set"),

@@ -197,6 +197,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
             proxy=proxy,
             parameters=pulled,
             buffer=buffer,
+            control=control,
             observer=world.observer,
             stream_interval=recipe.engine.stream_interval if recipe.engine.fit_cost else 0,
         )

@@ -306,7 +306,7 @@ def _check_coordination(recipe: Recipe) -> None:
             "false",
             'servers take weights at their own pace; leave it out for staleness.control = "buffers"',
         )
-        _require(0 < engine.mu <= 1, "engine.mu", engine.mu, "is a share, more than 0 and at most 1")
+        _require(0 <= engine.mu <= 1, "engine.mu", engine.mu, "is a share, from 0 to 1")
         _require(engine.phi_wait >= 0, "engine.phi_wait", engine.phi_wait, "must be 0 or more")
         _require(
             math.isfinite(engine.phi_throughput) and engine.phi_throughput > 1,

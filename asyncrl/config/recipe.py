@@ -222,16 +222,16 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     stream_interval: int = 64
     """Tokens between two chunks of a stream: what a dying server can cost."""
     routing: Literal["least_loaded", "prefix_affine", "round_robin", "waterfall"] = "least_loaded"
-    """``waterfall`` (StaleFlow §5.3), for ``buffers``: the server whose throughput gains most, of the oldest version on
-    which it gains enough."""
-    mu: float = 0.3
-    """μ of ``waterfall``: what an idle server would gain, times this, is enough; with less the request waits."""
+    """``waterfall`` (StaleFlow §5.3), for ``buffers``: the server that gains most by the request, of the oldest version
+    on which it gains enough."""
+    mu: float = 0.8
+    """μ of ``waterfall``: what the best server of all versions would gain, times this, is enough."""
     migration: Literal["none", "throughput"] = "none"
     """With ``buffers``, whether running requests leave their server for others (StaleFlow §5.3): those that wait inside
-    it, beyond ``phi_wait``, and those of the fastest server where it is ``phi_throughput`` times as fast as the
-    slowest."""
+    it, beyond ``phi_wait``, and some of the slowest server's where a sequence decodes ``phi_throughput`` times as fast
+    on the fastest."""
     phi_wait: int = 3
-    phi_throughput: float = 5.0
+    phi_throughput: float = 1.1
     fit_cost: bool = True
     """With ``buffers``, correct the cost model by what the servers are seen to take; ``false``: go by ``sim.instance``
     alone. Needs streaming: it looks at stretches of 4 · max(16, ``stream_interval``) decode steps without a pause,

@@ -14,15 +14,13 @@ The paper compares one number, requests routed minus requests cut; but a Route a
 pending, cancel out in it. So both are compared, each counted since the run began: they only grow, and books show what
 was issued if and only if they are equal. An Abort, and a request that ends by itself, changes neither.
 
-**Migration does not oscillate.** Nothing in algorithm 5 keeps it from cutting all that the fastest server runs at every
-plan, if the requests come back to it (the slow servers may be too old for them), or if the one that they go to is the
-fastest then. So requests of the fastest are distributed anew on trial first, with the prefixes that they have there.
-Those that would come back or find no place are not cut. The others are cut only if the fleet's throughput, by the cost
-model and with their prefill counted in, is higher afterwards. Hence without other events each migration raises the
-fleet's throughput, and placements are finite in number: migrations end. What waits inside a server has no throughput to
-lose; it is cut for good, and goes where it runs at once. By the books, that is: a server may see it otherwise and let
-it wait again. So a server that was cut so is not cut again before it has generated something; else two servers could
-send each other a request for ever, in no time.
+**Migration does not oscillate.** Nothing in algorithm 5 keeps it from cutting all that a server runs at every plan, if
+the requests come back to it, or if the one that they go to is the next to be cut. Here a request moves only if the two
+servers together are used better afterwards (``CostModel.use``), with its prefill counted in. Hence without other events
+each move raises the use of the fleet, and placements are finite in number: migrations end. What waits inside a server
+is of no use there; it is cut for good, and goes where it runs at once. By the books, that is: a server may see it
+otherwise and let it wait again. So a server that was cut so is not cut again before it has generated something; else
+two servers could send each other a request for ever, in no time.
 
 **No plan holds the loop for long.** A plan looks at the first ``most`` requests that wait, and says that it is
 ``unfinished`` if it has routed them all; the next one goes on where it stopped. As the queue is in order, the plans
@@ -35,13 +33,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-import msgspec
-
 from asyncrl.core.commands import Command, Interrupt, Pull, Route
 from asyncrl.core.cost_model import CostModel
 from asyncrl.core.policy.load import Admission, Load, Queue
 from asyncrl.core.policy.migration import MIGRATION, Limits
-from asyncrl.core.policy.router import EachByItself, MakeRouter, place, route
+from asyncrl.core.policy.router import EachByItself, MakeRouter, route
 from asyncrl.core.policy.routing import ROUTING, RequestView
 from asyncrl.core.policy.synchronization import SYNCHRONIZATION
 from asyncrl.core.policy.waterfall import Waterfall, gain_of
@@ -79,7 +75,7 @@ class Coordinator:
         synchronization: str,
         migration: str,
         cost: CostModel,
-        mu: float = 0.3,
+        mu: float = 0.8,
         limits: Limits | None = None,
         most: int = 256,
     ) -> None:
@@ -111,14 +107,14 @@ class Coordinator:
             return []
         loads = [self._load(index, instance) for index, instance in enumerate(snapshot.instances)]
         queue, admission = Queue(snapshot.waiting_requests, self._most), Admission(room)
-        router = self._router(snapshot.mean_new_tokens)
+        router = self._router(snapshot)
         commands = _Commands()
         for load in self._synchronize(loads, snapshot.newest, queue, admission, router):
             commands.pull(load)
             queue.add(load.requests.values())
             load.pull(snapshot.newest)
         if not self.unfinished:
-            self._move(loads, queue, commands, router, admission, 1.0 / snapshot.mean_new_tokens)
+            self._move(loads, queue, commands, 1.0 / snapshot.mean_new_tokens)
         routed = 0
         for request, load in route(router(loads, admission), queue, admission):
             commands.route(request, load)
@@ -151,23 +147,15 @@ class Coordinator:
             case Interrupt(requests=requests):
                 expected.interrupted += len(requests)
 
-    def _router(self, mean_new_tokens: float) -> MakeRouter:
+    def _router(self, snapshot: FleetSnapshot) -> MakeRouter:
         if self._routing == "waterfall":
-            return partial(Waterfall, cost=self.cost, mu=self._mu, mean_new_tokens=mean_new_tokens)
+            mean, pace = snapshot.mean_new_tokens, snapshot.pace
+            return partial(Waterfall, cost=self.cost, mu=self._mu, mean_new_tokens=mean, pace=pace)
         return partial(EachByItself, ROUTING[self._routing])
 
-    def _move(
-        self,
-        loads: list[Load],
-        queue: Queue,
-        commands: _Commands,
-        router: MakeRouter,
-        admission: Admission,
-        spread: float,
-    ) -> None:
+    def _move(self, loads: list[Load], queue: Queue, commands: _Commands, spread: float) -> None:
         """Migration."""
         migration = self._migrate(loads, self.cost, self._limits)
-        cut: set[int] = set()
         for load, requests in migration.excess:
             if self._cut_at.get(load.name) == load.generated:
                 continue
@@ -176,69 +164,25 @@ class Coordinator:
                 load.lose(request)
             commands.interrupt(load, requests)
             queue.add(requests)
-            cut.update(r.id for r in requests)
-        if migration.fastest is not None:
-            rest = [r for r in migration.fastest.requests.values() if r.id not in cut]
-            for request, load in self._distribute(migration.fastest, rest, loads, router, admission, spread):
-                commands.interrupt(migration.fastest, [request])
-                commands.route(request, load)
+        if migration.pair is not None:
+            source, target = migration.pair
+            for request in self._better(source, target, spread):
+                commands.interrupt(source, [request])
+                commands.route(request, target)
 
-    def _distribute(
-        self,
-        source: Load,
-        requests: list[RequestView],
-        loads: list[Load],
-        router: MakeRouter,
-        admission: Admission,
-        spread: float,
-    ) -> list[tuple[RequestView, Load]]:
-        """Of the fastest server's ``requests`` those that are better elsewhere, and where; moved in ``loads``."""
-        requests.sort(key=lambda r: (r.oldest, r.sequence))
-        if not requests or not self._pays(requests[0], source, loads, spread):
-            return []
-        trial = [load.copy() for load in loads]
-        for load in trial:
-            load.up = load.up and not load.cold  # what those get is decided by routing
-        emptied = trial[source.index]
-        emptied.clear()
-        at_work = router(trial, admission)
-        moves: list[tuple[RequestView, Load]] = []
-        prefill: dict[int, int] = {}
-        for request in requests:
-            there = msgspec.structs.replace(request, home=source.name, prefix=request.tokens)
-            load = at_work.choose(there) or emptied
-            place(at_work, there, load, admission)
-            if load is not emptied:
-                moves.append((request, loads[load.index]))
-                prefill[load.index] = prefill.get(load.index, 0) + request.tokens
-        changed = [source.index, *prefill]
-        before = sum(self._throughput(loads[index]) for index in changed)
-        after = [load.copy() for load in loads]
-        for request, load in moves:
-            after[source.index].lose(request)
-            after[load.index].take(request)
-        if sum(self._throughput(after[index], prefill.get(index, 0) * spread) for index in changed) <= before:
-            return []
-        for request, load in moves:
-            source.lose(request)
-            load.take(request)
+    def _better(self, source: Load, target: Load, spread: float) -> list[RequestView]:
+        """Of what ``source`` runs, the last to come first, what is better on ``target``; moved there in the loads."""
+        moves = []
+        for request in reversed(source.requests.values()):
+            gain = gain_of(self.cost, request, target, spread)
+            if gain is None:
+                continue
+            n, kv = source.running - request.slots, max(0, source.kv_tokens - request.tokens)
+            if gain > self.cost.use(source.running, source.kv_tokens) - self.cost.use(n, kv):
+                source.lose(request)
+                target.take(request)
+                moves.append(request)
         return moves
-
-    def _pays(self, request: RequestView, source: Load, loads: list[Load], spread: float) -> bool:
-        """Whether the first request gains more on any other server than its own loses. If not even that pays, nothing
-        does, as each request gains less than the one before: so a gap that cannot be closed costs little to look at."""
-        loss = 0.0
-        if not source.waiting:  # else one that waits takes its place
-            rest = max(0, source.kv_tokens - request.tokens)
-            loss = self._throughput(source) - self.cost.throughput(source.running - request.slots, rest)
-        return any(
-            (gain := gain_of(self.cost, request, load, spread)) is not None and gain > loss
-            for load in loads
-            if load is not source and load.up and not load.cold and load.version >= request.oldest
-        )
-
-    def _throughput(self, load: Load, prefill: float = 0.0) -> float:
-        return self.cost.throughput(load.running - load.waiting, load.kv_tokens, prefill)
 
 
 class _Commands:

@@ -58,6 +58,8 @@ class FleetSnapshot(Record, frozen=True, kw_only=True):
     way. Not copied; levels in any order, none of them empty."""
     mean_new_tokens: float = float("inf")
     """Tokens that a server generates for a request, on average: what its prefill is spread over."""
+    pace: float = float("inf")
+    """Seconds that a decode step may take where groups start (core/pace.py)."""
 
     @property
     def running(self) -> int:

@@ -22,6 +22,9 @@ from operator import itemgetter
 
 from asyncrl.core.commands import Interrupt, Pull, Route
 from asyncrl.core.coordinator import Coordinator
+from asyncrl.core.pace import Pace
+from asyncrl.core.staleness.base import StalenessControl
+from asyncrl.core.types import Group
 from asyncrl.ports import EngineError, Observer
 from asyncrl.runtime.instance import Instance
 from asyncrl.runtime.llm_proxy import LLMProxy
@@ -46,6 +49,7 @@ class Coordination:
         proxy: LLMProxy,
         parameters: PulledParameterServer,
         buffer: SampleBuffer,
+        control: StalenessControl,
         observer: Observer,
         stream_interval: int,
     ) -> None:
@@ -53,14 +57,24 @@ class Coordination:
         self._proxy = proxy
         self._parameters = parameters
         self._buffer = buffer
+        self._control = control
         self._observer = observer
         # What servers generate is seen in chunks; without streaming too late to tell how fast.
         self._meter = Meter(coordinator.cost, steps=4 * max(16, stream_interval)) if stream_interval else None
+        self._pace = Pace()
         self._something = asyncio.Event()
         proxy.on_change = buffer.on_change = self.touch
+        buffer.on_batch = self._taken
 
     def touch(self) -> None:
         self._something.set()
+
+    def _taken(self, groups: Sequence[Group]) -> None:
+        """A batch is complete. If its oldest groups could not have come later, it shows how much time there is."""
+        oldest, control = min(group.v_traj for group in groups), self._control
+        if control.snapshot().step - 1 - oldest == control.limit:
+            longest = max((t.generated for group in groups for t in group.trajectories), default=0)
+            self._pace.taken(oldest, longest, asyncio.get_running_loop().time())
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -79,8 +93,10 @@ class Coordination:
             if self._wants_load(instance):
                 under_way.create_task(self._ask(instance))
         newest = self._parameters.version
+        self._pace.available(newest, asyncio.get_running_loop().time())
+        snapshot = self._proxy.snapshot(newest, self._pace.seconds)
         routes: list[tuple[int, Instance, Route]] = []
-        for command in self._coordinator.plan(self._proxy.snapshot(newest), self._buffer.room):
+        for command in self._coordinator.plan(snapshot, self._buffer.room):
             instance = instances[command.instance]
             match command:
                 case Pull():

@@ -129,7 +129,7 @@ class LLMProxy:
         self._trouble.set()
         self._assign()
 
-    def snapshot(self, newest: int = 0) -> FleetSnapshot:
+    def snapshot(self, newest: int = 0, pace: float = math.inf) -> FleetSnapshot:
         return FleetSnapshot(
             instances=tuple(i.snapshot() for i in self._instances),
             waiting=len(self.waiting)
@@ -139,6 +139,7 @@ class LLMProxy:
             newest=newest,
             waiting_requests=self.waiting.levels,
             mean_new_tokens=self.generated / self._ended if self._ended else math.inf,
+            pace=pace,
         )
 
     def __repr__(self) -> str:

@@ -125,6 +125,8 @@ class SampleBuffer:
         self._closed = ""
         self.on_change: Callable[[], None] = lambda: None
         """Called when the control may admit what it did not before."""
+        self.on_batch: Callable[[Sequence[Group]], None] = lambda groups: None
+        """Called with each batch when it is complete."""
         self._restore(saved)
 
     @property
@@ -426,6 +428,7 @@ class SampleBuffer:
         self._taken = tuple(self._ready.pop(i) for i in ids)
         self._unconsumed -= len(ids)
         self._accounts.consumed(self._taken)
+        self.on_batch(self._taken)
         for group_id in surplus:
             self._drop(group_id, "batch complete")
         self._settle()

@@ -22,6 +22,7 @@ A baseline is a row of recipe columns, not that system: what a column does not s
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -169,6 +170,28 @@ def runs(figure: str, cases: Sequence[tuple[str, str, int, dict[str, Any]]]) -> 
         )
         for (label, name, eta, _), result in zip(cases, results, strict=True)
     ]
+
+
+def ceiling(eta: int, *, response: int = RESPONSE_TOKENS, samples: int = 100_000) -> float:
+    """Tokens a second, at the whole size, if servers are never idle, prefill nothing again, take no time to update, and
+    all sequences decode at one speed. A step takes as long as lets a response of the limit's length use all the time
+    that the bound allows it: from the moment when its version is there until its batch is due, η + 1 periods less the
+    time of training. A period is P = W / (1 − k4/s): W seconds a server of k1·kv + k3 for every token."""
+    cost, rng = CostModel(), random.Random(0)
+    table = world(response=response)
+    prompt, sigma = table["sim"]["prompt_tokens"]["value"], 0.013 * TAILNESS
+    lengths = [min(response, max(1.0, MEDIAN * math.exp(sigma * rng.gauss(0.0, 1.0)))) for _ in range(samples)]
+    batch = table["rollout"]["batch_groups"] * GROUP_SIZE / samples
+    tokens = batch * sum(length + prompt for length in lengths)
+    work = batch * sum(length * (cost.k3 + cost.k1 * (prompt + length / 2)) for length in lengths)
+    work /= table["engine"]["count"]
+    trainer = table["sim"]["trainer"]
+    training = trainer["fixed_s"] + tokens / (trainer["tokens_per_s"] * trainer["gpus"])
+    period = work
+    for _ in range(200):
+        step = max(1.01 * cost.k4, ((eta + 1) * period - training) / response)
+        period = 0.9 * period + 0.1 * max(training, work / (1.0 - cost.k4 / step))
+    return SCALE * tokens / period
 
 
 def gain(runs: Sequence[Run], over: Sequence[Run]) -> list[float]:

@@ -52,7 +52,6 @@ SCHEMES: dict[str, tuple[int, dict[str, Any]]] = {
     "roll-flash, 1, no affinity": (1, merge(ROLL, {"engine": {"routing": "least_loaded"}})),
     "staleflow, 1": (1, STALE),
     "staleflow, 1, no migration": (1, merge(STALE, {"engine": {"migration": "none"}})),
-    "staleflow, 1, μ = 0.1": (1, merge(STALE, {"engine": {"mu": 0.1}})),
     "roll-flash, 2": (2, ROLL),
     "staleflow, 2": (2, STALE),
 }

@@ -19,7 +19,6 @@ from staleflow import LONG_RESPONSE_TOKENS, Run, runs
 
 ETA = 3
 BASELINE = "VeRL-Async"
-LOW_MU = "RSM, μ = 0.1"
 
 
 def strategies(routing: bool, synchronization: bool, migration: bool) -> dict[str, Any]:
@@ -45,8 +44,7 @@ def measure(quick: bool) -> list[Point]:
         combinations = [combinations[0], combinations[-1]]
     cases = [(name(on), "StaleFlow", ETA, {**of, "over": strategies(*on)}) for on in combinations]
     if not quick:
-        low = {"over": {"engine": {"mu": 0.1}}}
-        cases += [(BASELINE, BASELINE, ETA, dict(of)), (LOW_MU, "StaleFlow", ETA, {**of, **low})]
+        cases.append((BASELINE, BASELINE, ETA, dict(of)))
     measured = runs("staleflow-16", cases)
     by_name = {r.system: r for r in measured}
     vanilla = by_name[name(combinations[0])].ours

@@ -37,8 +37,7 @@ def test_systems_differ_by_their_columns_only(script: Any) -> None:
     assert [r.staleness.control for r in recipes] == ["inflight_cap"] * 3 + ["buffers"]
     assert [r.engine.routing for r in recipes] == ["least_loaded", "least_loaded", "prefix_affine", "waterfall"]
     assert [r.overlaps_update for r in recipes] == [True, False, False, True]
-    staleflow = recipes[-1].engine
-    assert (staleflow.mu, staleflow.phi_wait, staleflow.phi_throughput) == (0.3, 3, 5.0), "StaleFlow §6.1"
+    assert recipes[-1].engine.phi_wait == 3, "StaleFlow §6.1"
 
 
 def test_the_eight_combinations_of_strategies(script: Any) -> None:

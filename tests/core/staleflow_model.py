@@ -1,6 +1,7 @@
 """StaleFlow's algorithms 2 to 5 and equations 2 to 4 written down as the paper has them: slow, and with no thought.
 
-What asyncrl adds is marked: servers that may not be commanded, slots, the limit of running requests, and prefill.
+What asyncrl has otherwise is marked: servers that may not be commanded, slots, the limit of running requests, prefill,
+the unit of a gain, what μ is a share of, who pulls, and which two servers migration is about.
 """
 
 from __future__ import annotations
@@ -62,22 +63,30 @@ def check_routable(t: RequestView, i: Inst, staleness: Staleness) -> bool:
     return i.inst_version >= v_traj
 
 
-def throughput(cost: CostModel, n: int, kv_cache: int, prefill: float = 0.0) -> float:
+def use(cost: CostModel, n: int, kv_cache: int, prefill: float = 0.0) -> float:
+    """asyncrl's, for Eq. 2: time that goes into sequences, in place of their number."""
     if n == 0:
         return 0.0
-    return n / (cost.k1 * kv_cache + max(cost.k2, cost.k3 * n) + cost.k4 + cost.k5 * prefill)
+    step = cost.k1 * kv_cache + max(cost.k2, cost.k3 * n) + cost.k4 + cost.k5 * prefill
+    return (cost.k1 * kv_cache + cost.k3 * n) / step
 
 
-def compute_marginal_gain(cost: CostModel, t: RequestView, i: Inst, spread: float) -> float:
+def compute_marginal_gain(
+    cost: CostModel, t: RequestView, i: Inst, spread: float, pull_share: float | None = None
+) -> float | None:
+    """None where it would wait. ``pull_share``, which is asyncrl's: the instance pulls before, and prefills all that it
+    runs again, of which the trajectory bears this share."""
     y = i.kv_cache + t.tokens <= i.snapshot.max_tokens and len(i.wait_trajs) == 0
     if i.n and i.n + t.slots > i.snapshot.max_running:  # asyncrl's
         y = False
     if not y:
-        return 0.0
+        return None
     held = t.prefix if t.home == i.snapshot.name and i.inst_version == t.after else 0  # asyncrl's
-    prefill = (t.tokens - held) * spread
-    after = throughput(cost, i.n + t.slots, i.kv_cache + t.tokens, prefill)
-    return after - throughput(cost, i.n, i.kv_cache)
+    if pull_share is None:
+        prefill = t.tokens - held
+    else:
+        prefill = t.tokens + i.kv_cache * pull_share
+    return use(cost, i.n + t.slots, i.kv_cache + t.tokens, prefill * spread) - use(cost, i.n, i.kv_cache)
 
 
 def levels(ts_trajs: list[RequestView]) -> list[list[RequestView]]:
@@ -88,24 +97,26 @@ def levels(ts_trajs: list[RequestView]) -> list[list[RequestView]]:
     return [[t for t in partial if t.oldest == v] for v in started] + [initial]
 
 
-def ideal_gain(cost: CostModel, t: RequestView, spread: float) -> float:
-    return throughput(cost, t.slots, t.tokens, t.tokens * spread)
+def best_of(cost: CostModel, group: list[Inst], t: RequestView, spread: float) -> tuple[float, Inst] | None:
+    best = None
+    for i in group:
+        gain = compute_marginal_gain(cost, t, i, spread)
+        if gain is not None and (best is None or gain > best[0]):
+            best = gain, i
+    return best
 
 
 def select(
     cost: CostModel, mu: float, s: list[Inst], t: RequestView, staleness: Staleness, spread: float
 ) -> Inst | None:
-    """Algorithm 3 for one trajectory."""
+    """Algorithm 3 for one trajectory. μ is a share of the best gain of all versions, which is asyncrl's."""
     candidates = [i for i in s if check_routable(t, i, staleness)]
     groups = [[i for i in candidates if i.inst_version == v] for v in sorted({c.inst_version for c in candidates})]
-    for group in groups:
-        most, best_inst = float("-inf"), None
-        for i in group:
-            gain = compute_marginal_gain(cost, t, i, spread)
-            if gain > most:
-                most, best_inst = gain, i
-        if most >= mu * ideal_gain(cost, t, spread):
-            return best_inst
+    bests = [best for group in groups if (best := best_of(cost, group, t, spread)) is not None]
+    for gain, inst in bests:
+        most = max(gain for gain, _ in bests)
+        if gain >= most - (1.0 - mu) * abs(most):
+            return inst
     return None
 
 
@@ -131,14 +142,6 @@ def routing_strategy(
     return routing
 
 
-def gain_of_pulling(cost: CostModel, t: RequestView, i: Inst, spread: float) -> float:
-    """asyncrl's: what the instance would gain if it pulled for the trajectory, and prefilled all that it runs again."""
-    if compute_marginal_gain(cost, t, i, 0.0) == 0.0:
-        return float("-inf")
-    after = throughput(cost, i.n + t.slots, i.kv_cache + t.tokens, (t.tokens + i.kv_cache) * spread)
-    return after - throughput(cost, i.n, i.kv_cache)
-
-
 def synchronization_strategy(
     cost: CostModel,
     mu: float,
@@ -156,18 +159,18 @@ def synchronization_strategy(
             continue
         if ps_version > i.inst_version and not any(check_routable(t, i, staleness) for t in ts_trajs):
             candidates.append(i)
-    sync = []
+    sync: list[str] = []
+    share = min(1.0, len(candidates) / max(1, len(ts_trajs)))
     for t in [t for queue in levels(ts_trajs) for t in queue]:
         selected = select(cost, mu, s, t, staleness, spread)
-        updated = [replace(i, inst_version=ps_version) for i in candidates]
-        updated = [i for i in updated if check_routable(t, i, staleness)]
-        if updated and (selected is None or selected.inst_version >= ps_version):
-            best = max(updated, key=lambda i: gain_of_pulling(cost, t, i, spread))
-            if selected is not None:
-                pays = gain_of_pulling(cost, t, best, spread) > compute_marginal_gain(cost, t, selected, spread)
-            else:
-                pays = compute_marginal_gain(cost, t, best, spread) >= mu * ideal_gain(cost, t, spread)
-            if pays:
+        best, most = None, float("-inf")
+        for i in [replace(i, inst_version=ps_version) for i in candidates]:
+            gain = compute_marginal_gain(cost, t, i, spread, share)
+            if check_routable(t, i, staleness) and gain is not None and gain > most:
+                best, most = i, gain
+        if best is not None and (selected is None or selected.inst_version >= ps_version):
+            there = None if selected is None else compute_marginal_gain(cost, t, selected, spread)
+            if there is None or most > there:
                 sync.append(best.snapshot.name)
                 candidates = [i for i in candidates if i.snapshot.name != best.snapshot.name]
                 s[[i.snapshot.name for i in s].index(best.snapshot.name)] = selected = best
@@ -179,25 +182,20 @@ def synchronization_strategy(
 
 def migration_strategy(
     cost: CostModel, phi_wait: int, phi_throughput: float, s: list[Inst]
-) -> list[tuple[str, set[int]]]:
-    """Algorithm 5."""
+) -> tuple[list[tuple[str, set[int]]], float]:
+    """Algorithm 5: what is cut, and the widest gap, which is asyncrl's: of the speed at which a sequence decodes, from
+    an instance to one that is not older."""
     migration = []
-    s = [i for i in copy.deepcopy(s) if i.snapshot.up and not i.snapshot.pulling and not i.snapshot.pinned]  # asyncrl's
+    s = [i for i in s if i.snapshot.up and not i.snapshot.pulling and not i.snapshot.pinned]  # asyncrl's
     for i in s:
         wait_cnt = len(i.wait_trajs)
         if wait_cnt > phi_wait:
             excess = wait_cnt - phi_wait
             migration.append((i.snapshot.name, {t.id for t in i.wait_trajs[-excess:]}))
-    if not s:
-        return migration
-    throughputs = [throughput(cost, i.n, i.kv_cache) for i in s]
-    highest, lowest = max(throughputs), min(throughputs)
-    if lowest * phi_throughput < highest:  # the gap, where the lowest may be 0
-        fastest = s[throughputs.index(highest)]
-        everything = {t.id for t in fastest.run_trajs + fastest.wait_trajs}
-        for name, cut in migration:
-            if name == fastest.snapshot.name:
-                everything -= cut
-        if everything:
-            migration.append((fastest.snapshot.name, everything))
-    return migration
+    free = [i for i in s if not i.wait_trajs]
+    gaps = [step(cost, a) / step(cost, b) for a in free for b in free if b.inst_version >= a.inst_version]
+    return migration, max([1.0, *gaps])
+
+
+def step(cost: CostModel, i: Inst) -> float:
+    return cost.k1 * i.kv_cache + max(cost.k2, cost.k3 * max(1, i.n)) + cost.k4

@@ -64,7 +64,7 @@ def test_a_server_pulls_only_if_it_gets_new_work_by_it() -> None:
     assert chosen([server("a", 1)], [], {1: 0, 2: 3}, 2) == [], "nothing waits"
     assert chosen([server("a", 1)], initial, {1: 1, 2: 3}, 2) == [], "it may still take some"
     assert chosen([server("a", 1)], initial, {1: 0, 2: 0}, 2) == [], "not with new weights either"
-    assert chosen([server("a", 1, busy, max_running=128)], initial, {1: 0, 2: 3}, 2) == [], "it is busy"
+    assert chosen([server("a", 1, busy[:64])], initial, {1: 0, 2: 3}, 2) == [], "it is full"
     assert chosen([server("a", 1), server("b", 2)], initial, {1: 0, 2: 3}, 2) == ["a"], "an idle one gains more"
     assert chosen([server("a", 1, busy, max_running=128), server("b", 2)], initial, {1: 0, 2: 3}, 2) == []
     assert chosen([server("a", 1, pinned=True)], initial, {1: 0, 2: 3}, 2) == []

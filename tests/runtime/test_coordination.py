@@ -169,7 +169,7 @@ def test_a_group_has_the_oldest_version_that_its_members_go_to_whatever_the_orde
     proxy: Any = SimpleNamespace(
         instances=[old, new],
         waiting=waiting,
-        snapshot=lambda newest: None,
+        snapshot=lambda newest, pace: None,
         hand=lambda request, instance: given.append((request.view.id, instance.name)),
     )
     routes = [Route(instance="v4", requests=(1,)), Route(instance="v3", requests=(2,))]
@@ -179,6 +179,7 @@ def test_a_group_has_the_oldest_version_that_its_members_go_to_whatever_the_orde
         proxy=proxy,
         parameters=anything,
         buffer=anything,
+        control=anything,
         observer=anything,
         stream_interval=0,
     )

@@ -16,16 +16,16 @@ class Limits(Record, frozen=True, kw_only=True):
 
     phi_wait: int = 3
     """Requests that may wait inside a server."""
-    phi_throughput: float = 5.0
-    """Times the throughput of the slowest server that the fastest may have."""
+    phi_throughput: float = 1.1
+    """Times as fast as on the slowest server that a sequence may decode on the fastest."""
 
 
 class Migration(Record, frozen=True, kw_only=True):
-    """``excess`` wait inside a server, more than may: they are cut and wait outside. All that ``fastest`` has is to be
-    distributed anew."""
+    """``excess`` wait inside a server, more than may: they are cut and wait outside. Of ``pair``, some that the first
+    runs may be better on the second."""
 
     excess: list[tuple[Load, list[RequestView]]]
-    fastest: Load | None
+    pair: tuple[Load, Load] | None
 
 
 Migrate = Callable[[Sequence[Load], CostModel, Limits], Migration]
@@ -33,26 +33,42 @@ Migrate = Callable[[Sequence[Load], CostModel, Limits], Migration]
 
 def stay(loads: Sequence[Load], cost: CostModel, limits: Limits) -> Migration:
     """Nothing migrates (the vanilla strategy of figure 16)."""
-    return Migration(excess=[], fastest=None)
+    return Migration(excess=[], pair=None)
 
 
 def by_throughput(loads: Sequence[Load], cost: CostModel, limits: Limits) -> Migration:
     """StaleFlow algorithm 5. Of the requests that wait inside a server those that came last are cut. The servers of an
-    evaluation keep what they have; those that pull in this plan get their work by routing."""
+    evaluation keep what they have; those that pull in this plan get their work by routing.
+
+    The paper compares servers by tokens a second and empties the fastest. But the fastest by that measure is the one
+    with the most short responses, and what holds up a batch is a few long ones together on one server while others run
+    dry. So they are compared by how fast a sequence decodes, and the slowest gives to the fastest of those that are not
+    older: only these may serve all that it has.
+    """
     movable = [load for load in loads if load.up and not load.pinned and not load.cold]
     excess = []
-    fastest = slowest = None
-    highest, lowest = -1.0, float("inf")
+    slowest: dict[int, tuple[float, Load]] = {}
+    fastest: dict[int, tuple[float, Load]] = {}
     for load in movable:
         if load.waiting > limits.phi_wait:
             excess.append((load, list(islice(reversed(load.requests.values()), load.waiting - limits.phi_wait))))
-        throughput = cost.throughput(load.running - load.waiting, load.kv_tokens)
-        if throughput > highest:
-            fastest, highest = load, throughput
-        if throughput < lowest:
-            slowest, lowest = load, throughput
-    uneven = fastest is not slowest and highest > limits.phi_throughput * lowest
-    return Migration(excess=excess, fastest=fastest if uneven else None)
+        if load.waiting:
+            continue
+        step = cost.step(max(1, load.running), load.kv_tokens)
+        version = load.version
+        if version not in slowest or step > slowest[version][0]:
+            slowest[version] = (step, load)
+        if version not in fastest or step < fastest[version][0]:
+            fastest[version] = (step, load)
+    pair, widest = None, limits.phi_throughput
+    quick = None
+    for version in sorted(slowest, reverse=True):
+        if quick is None or fastest[version][0] < quick[0]:
+            quick = fastest[version]
+        step, load = slowest[version]
+        if step > widest * quick[0]:
+            pair, widest = (load, quick[1]), step / quick[0]
+    return Migration(excess=excess, pair=pair)
 
 
 MIGRATION: dict[str, Migrate] = {"none": stay, "throughput": by_throughput}

@@ -25,9 +25,11 @@ class Router(Protocol):
 
 class MakeRouter(Protocol):
     """The routing strategy, set to work on servers. ``offered`` are servers of its fleet with the version that they
-    would have if they pulled."""
+    would have if they pulled, for ``waiting`` requests."""
 
-    def __call__(self, loads: Sequence[Load], admission: Admission, offered: Sequence[Load] = ()) -> Router: ...
+    def __call__(
+        self, loads: Sequence[Load], admission: Admission, offered: Sequence[Load] = (), waiting: int = 1
+    ) -> Router: ...
 
 
 def route(router: Router, requests: Iterable[RequestView], admission: Admission) -> Iterator[tuple[RequestView, Load]]:
@@ -57,6 +59,7 @@ class EachByItself:
         loads: Sequence[Load],
         admission: Admission,
         offered: Sequence[Load] = (),
+        waiting: int = 1,
     ) -> None:
         self._function = function
         self._loads = [load for load in loads if load.up and not load.waiting]

@@ -24,7 +24,8 @@ def selective(loads: Sequence[Load], newest: int, queue: Queue, admission: Admis
 
     The paper tries each server alone, so that one request makes all of them pull that would get it. Here the routing
     strategy runs once, and a server that pulls for one request is there for those behind it. It pulls if the request
-    can go nowhere else, or gains more by it although all that the server runs is prefilled again.
+    can go nowhere else, or gains more by it although all that the server runs is prefilled again, a cost that it has in
+    common with the others that wait.
 
     One rule is added. If the first request can run nowhere, as no server that is up is of its version or newer (the one
     that was has failed), every server that is behind may be updated for it, though it may serve others that wait: they
@@ -51,9 +52,10 @@ def selective(loads: Sequence[Load], newest: int, queue: Queue, admission: Admis
     for load in offered:
         load.version = newest
     admission = admission.copy()
-    at_work = router([load.copy() for load in loads], admission, offered)
+    waiting = list(queue)
+    at_work = router([load.copy() for load in loads], admission, offered, len(waiting))
     pulls: set[int] = set()
-    for request in queue:
+    for request in waiting:
         chosen = at_work.choose(request)
         updated = at_work.pull(request, chosen)
         if updated is not None:

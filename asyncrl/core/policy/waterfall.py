@@ -1,18 +1,25 @@
 """Routing by marginal throughput over versions (StaleFlow §5.3, algorithms 2 and 3).
 
 Requests come in the order of the multi-level queue. Each goes to the server of the *oldest* version (old ones have
-fewer that they may serve) on which it adds at least μ times what it would on an idle one, ΔT_ideal; of these to that
-where it adds most. Where none does, it and all behind it wait, so that what runs speeds up.
+fewer that they may serve) on which it adds at least μ times what it would on the best of all versions; of these to
+that where it adds most. Where none has room, it and all behind it wait; and the first of a group waits as long as
+servers are too busy for a group that starts now to be in time (core/pace.py).
 
-What a request adds is Eq. 3. It counts only what decodes at once, so a server without room, or with requests that wait
-inside it, is none. Prefill, which the paper leaves out, is spread over the tokens that a request generates on average:
-each step of the server takes k5 · prefill / mean_new_tokens longer. On the server that holds its prefix that is less,
-so a conversation stays where it is as long as the load there does not cost more than its prefill would elsewhere.
+What a request adds is Eq. 3, in another unit. By tokens a second, a token of a long response counts no more than one
+of a short one, though it costs ten times as much: so every busy server loses by a long response, and what holds up a
+batch waits first of all. Here the unit is the share of time that goes into sequences (``CostModel.use``), and what is
+left is what they share, whatever their lengths. And the paper withholds all requests that add less than μ times
+ΔT_ideal, an idle server's gain. How far that is from the best load depends on lengths, batch and bound, and it holds up
+what is due next as well as what has not begun; hence the pace.
 
-**Nothing waits for ever.** With 0 < μ ≤ 1 (checked) a server that runs nothing takes the first request that it may
-serve: the gain there is ΔT_ideal, which is reckoned without any prefix, or more. So where the first request waits,
-every server that may serve it is busy, and the end of what it runs brings another plan. That some server may serve it
-is the part of synchronization (``selective``) and of the staleness control (§4, no deadlock).
+What it adds counts only if it decodes at once, so a server without room, or with requests that wait inside it, is none.
+Prefill, which the paper leaves out, is spread over the tokens that a request generates on average: each step of the
+server takes k5 · prefill / mean_new_tokens longer. On the server that holds its prefix that is less, so a conversation
+stays where it is as long as the load there does not cost more than its prefill would elsewhere.
+
+**Nothing waits for ever.** A server that runs nothing takes the first request that it may serve. So where the first
+request waits, every server that may serve it is busy, and the end of what it runs brings another plan. That some server
+may serve it is the part of synchronization (``selective``) and of the staleness control (§4, no deadlock).
 
 A request that is routed costs a few vector operations over the servers of each version that it may go to, so the order
 of a microsecond for a hundred servers. (A heap would have to be ordered anew for each: which of two servers gains more
@@ -36,7 +43,7 @@ Array = npt.NDArray[np.float64]
 
 class _Servers:
     """Servers of one version. What a request adds on each is reckoned for all at once. ``pulls``: each of them would
-    pull first, and then have to prefill all that it runs again."""
+    pull first, and then have to prefill all that it runs again; this share of it is the request's."""
 
     __slots__ = (
         "_cost",
@@ -45,22 +52,23 @@ class _Servers:
         "_loads",
         "_longest",
         "_lost",
+        "_matmul",
         "_max_tokens",
+        "_more",
         "_names",
-        "_one_more",
-        "_product",
         "_pulls",
         "_rows",
+        "_work",
     )
 
-    def __init__(self, cost: CostModel, loads: Iterable[Load], *, pulls: bool = False) -> None:
+    def __init__(self, cost: CostModel, loads: Iterable[Load], *, pulls: float = 0.0) -> None:
         self._cost = cost
         self._pulls = pulls
         self._loads = [load for load in loads if not load.waiting]
         self._rows = {load.index: row for row, load in enumerate(self._loads)}
         self._names = {load.name: row for row, load in enumerate(self._loads)}
         size = len(self._loads)
-        self._kv, self._one_more, self._product, self._lost, self._gains = (np.empty(size) for _ in range(5))
+        self._kv, self._more, self._matmul, self._lost, self._work, self._gains = (np.empty(size) for _ in range(6))
         self._max_tokens = np.array([load.max_tokens for load in self._loads], dtype=float)
         self._longest = math.inf
         """Of the requests that fit on every server."""
@@ -71,10 +79,10 @@ class _Servers:
         """Its load has changed, or it was closed."""
         cost, n, row = self._cost, load.running, self._rows[load.index]
         self._kv[row] = load.kv_tokens
-        self._one_more[row] = n + 1
-        self._product[row] = max(cost.k2, cost.k3 * (n + 1))
+        self._more[row] = cost.k3 * (n + 1)
+        self._matmul[row] = max(cost.k2, cost.k3 * (n + 1))
         full = n and n + 1 > load.max_running
-        self._lost[row] = math.inf if full else cost.throughput(n, load.kv_tokens)
+        self._lost[row] = math.inf if full else cost.use(n, load.kv_tokens)
         self._longest = min(self._longest, load.max_tokens - load.kv_tokens)
 
     def close(self, load: Load) -> None:
@@ -96,12 +104,15 @@ class _Servers:
         cost, gains, tokens = self._cost, self._gains, request.tokens
         kv = np.add(self._kv, tokens, out=gains)
         too_long = kv > self._max_tokens if tokens > self._longest else None
-        prefill = cost.k5 * (kv * spread) if self._pulls else cost.k5 * (tokens * spread)
+        prefill: float | Array = cost.k5 * (tokens * spread)
+        if self._pulls:
+            prefill = cost.k5 * spread * ((kv - tokens) * self._pulls + tokens)
         gains *= cost.k1
-        gains += self._product
+        work = np.add(gains, self._more, out=self._work)
+        gains += self._matmul
         gains += cost.k4
         gains += prefill
-        np.divide(self._one_more, gains, out=gains)
+        np.divide(work, gains, out=gains)
         gains -= self._lost
         if too_long is not None:
             gains[too_long] = -math.inf
@@ -117,8 +128,8 @@ class _Servers:
         return self._gains
 
 
-def gain_of(cost: CostModel, request: RequestView, load: Load, spread: float, *, pulls: bool = False) -> float | None:
-    """Tokens a second that the request adds on the server (Eq. 3); None if it would wait there."""
+def gain_of(cost: CostModel, request: RequestView, load: Load, spread: float, *, pulls: float = 0.0) -> float | None:
+    """What the request adds on the server (Eq. 3); None if it would wait there. ``pulls``: as in ``_Servers``."""
     if (
         load.waiting
         or load.kv_tokens + request.tokens > load.max_tokens
@@ -127,52 +138,60 @@ def gain_of(cost: CostModel, request: RequestView, load: Load, spread: float, *,
         return None
     has = load.name == request.home and load.version == request.after and not pulls
     held = request.prefix if has else 0
-    prefill = request.tokens - held + (load.kv_tokens if pulls else 0)
+    prefill = request.tokens - held + load.kv_tokens * pulls
     return cost.gain(load.running, load.kv_tokens, request.tokens, request.slots, prefill * spread)
 
 
 class Waterfall:
-    """Algorithm 3 over the servers that the plan may command. Raises ``ValueError`` unless 0 < μ ≤ 1: with a larger
-    one even an idle server would refuse requests, with 0 a full one would take them."""
+    """Algorithm 3 over the servers that the plan may command. What a server that pulls prefills again is counted as
+    shared by the ``waiting`` requests that go to those ``offered``. Raises ``ValueError`` unless 0 ≤ μ ≤ 1."""
 
     def __init__(
         self,
         loads: Sequence[Load],
         admission: Admission,
         offered: Sequence[Load] = (),
+        waiting: int = 1,
         *,
         cost: CostModel,
         mu: float,
         mean_new_tokens: float,
+        pace: float = math.inf,
     ) -> None:
-        if not 0.0 < mu <= 1.0:
-            raise ValueError(f"mu is {mu}; give a share of an idle server's gain, above 0 and at most 1")
+        if not 0.0 <= mu <= 1.0:
+            raise ValueError(f"mu is {mu}; give a share of the best server's gain, from 0 to 1")
         self._admission = admission
         self._cost = cost
         self._mu = mu
         self._spread = 1.0 / mean_new_tokens
+        self._pace = pace
         ready = [load for load in loads if load.up]
         by_version: dict[int, list[Load]] = {}
         for load in sorted([*ready, *offered], key=lambda load: load.index) if offered else ready:
             by_version.setdefault(load.version, []).append(load)
         self._versions = {version: _Servers(cost, by_version[version]) for version in sorted(by_version)}
-        self._offered = _Servers(cost, offered, pulls=True)
+        self._offered = _Servers(cost, offered, pulls=min(1.0, len(offered) / waiting))
         for load in offered:
             if not load.waiting:
                 self._versions[load.version].close(load)
 
-    def _least(self, request: RequestView) -> float:
-        """μ · ΔT_ideal."""
-        return self._mu * self._cost.gain(0, 0, request.tokens, request.slots, request.tokens * self._spread)
-
     def choose(self, request: RequestView) -> Load | None:
-        admission, least = self._admission, self._least(request)
-        for version, servers in self._versions.items():
-            if admission.routable(request, version):
-                best = servers.best(request, self._spread)
-                if best is not None and best[0] >= least:
-                    return best[1]
-        return None
+        found = [
+            best
+            for version, servers in self._versions.items()
+            if self._admission.routable(request, version) and (best := servers.best(request, self._spread)) is not None
+        ]
+        if not found:
+            return None
+        most = max(gain for gain, _ in found)
+        enough = most - (1.0 - self._mu) * abs(most)  # it is negative where prefill costs more than there is to gain
+        return next((load for gain, load in found if gain >= enough and self._in_time(request, load)), None)
+
+    def _in_time(self, request: RequestView, load: Load) -> bool:
+        """A group starts only where its longest response would be in time."""
+        if not load.running or self._admission.v_traj(request) is not None:
+            return True
+        return self._cost.step(load.running + request.slots, load.kv_tokens + request.tokens) <= self._pace
 
     def placed(self, load: Load) -> None:
         self._versions[load.version].update(load)
@@ -182,19 +201,14 @@ class Waterfall:
         if best is None:
             return None
         gain, load = best
-        if (chosen is not None and chosen.version < load.version) or not self._admission.routable(
-            request, load.version
+        if (chosen is not None and chosen.version < load.version) or not (
+            self._admission.routable(request, load.version) and self._in_time(request, load)
         ):
             return None
         if chosen is not None:
             there = gain_of(self._cost, request, chosen, self._spread)
             assert there is not None, "it was chosen"
-            pays = gain > there
-        else:
-            alone = gain_of(self._cost, request, load, self._spread)
-            assert alone is not None, "it has room"
-            pays = alone >= self._least(request)
-        if not pays:
-            return None
+            if gain <= there:
+                return None
         self._offered.close(load)
         return load
