@@ -412,6 +412,8 @@ class Recipe(Section, frozen=True, kw_only=True):
         waits = [engine.request_timeout_s, engine.control_timeout_s, engine.connect_timeout_s, engine.patience_s]
         for source in self.mixture.values():
             waits += [source.env.reset_timeout_s, source.env.step_timeout_s, source.env.reward_timeout_s]
+        if self.trainer.compile:  # during which a job does not say how far it is
+            waits.append(self.trainer.step_timeout_s)
         return self.run.stall_s or 60.0 + max(waits)
 
     @property

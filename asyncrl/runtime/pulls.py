@@ -116,12 +116,14 @@ class PulledParameterServer(ParameterServer):
         cut = instance.running
         try:
             await self._transport.arrive([instance.engine], version)
-            await instance.engine.pause()
+            with instance.asking("to pause"):
+                await instance.engine.pause()
             await self._load([instance], version)
             if not instance.up:  # somebody else found that it failed: it is restored like any other
                 return
             self._proxy.set_version(instance, version)
-            await instance.engine.resume()
+            with instance.asking("to resume"):
+                await instance.engine.resume()
         except (EngineError, TrainerDied) as error:
             self._proxy.mark_down(instance, EngineError(f"{instance.name}: did not pull version {version}: {error}"))
         else:

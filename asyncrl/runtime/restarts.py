@@ -148,7 +148,7 @@ class RestartingTrainer:
 
     async def save(self, folder: str) -> int:
         await self._store.committed()  # no checkpoint is ahead of the store
-        version = await self.attempt(lambda: self._job.save(folder), "a checkpoint to begin")
+        version = await self.attempt(lambda: self._job.save(folder), "a checkpoint to begin", cut=False)
         self._saving = version, self._life
         return version
 
@@ -161,7 +161,7 @@ class RestartingTrainer:
                 raise CheckpointLost(f"trainer: checkpoint version-{version} was lost with the job that wrote it")
             await self._job.saved()
 
-        await self.attempt(written, f"the checkpoint of version {version} to be written")
+        await self.attempt(written, f"the checkpoint of version {version} to be written", cut=False)
         self._store.put(journal.Checkpointed(version=version))
         for step in [step for step in self._kept if step < version]:
             del self._kept[step]
@@ -173,9 +173,9 @@ class RestartingTrainer:
         """A service of the run: a job that dies while nobody asks it for anything is brought back at once."""
         await self.attempt(self._job.watch)
 
-    async def attempt(self, work: Callable[[], Awaitable[T]], what: str = "") -> T:
+    async def attempt(self, work: Callable[[], Awaitable[T]], what: str = "", *, cut: bool = True) -> T:
         """``work``'s result; begun anew on a new job when the trainer dies under it. ``what`` names it for the status;
-        work that is named may be cut, which counts as the trainer's death. Raises ``TrainerError`` when the trainer
+        work that is named may be ``cut``, which counts as the trainer's death. Raises ``TrainerError`` when the trainer
         cannot be brought back."""
         if what:
             self.stages.append(stage := Stage("trainer"))
@@ -187,7 +187,7 @@ class RestartingTrainer:
                         if not what:
                             return await work()
                         stage.enter(what)
-                        return await self._cuttable(work, stage)
+                        return await (self._cuttable(work, stage) if cut else work())
                     except TrainerDied as error:
                         died = error
                 if what:

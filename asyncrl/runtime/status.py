@@ -218,8 +218,10 @@ class Books:
 
     def _trainers(self, stage: Stage, doing: str, now: float) -> Holder:
         holder = self._holder(stage, f"trainer, {stage.what}{f' ({doing})' if doing else ''}", now, stage.cut)
-        # Of a restart each part has its deadline, and there are so many tries.
-        return holder if self._trainer.up else msgspec.structs.replace(holder, left_s=math.inf, cut=None)
+        if self._trainer.up and holder.cut is not None:
+            return holder
+        # A checkpoint has trainer.step_timeout_s, as has each part of a restart; of restarts there are so many.
+        return msgspec.structs.replace(holder, left_s=math.inf, cut=None)
 
     def _servers(self, now: float) -> Iterator[Holder]:
         """Those that do not serve, and the delivery that they are part of."""

