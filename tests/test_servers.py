@@ -164,3 +164,17 @@ async def test_a_missing_interpreter_is_one_line(tmp_path: Path) -> None:
     async with fleet(tmp_path, "", python="/no/such/python") as f:
         with pytest.raises(ChildError, match=r"^server 0: cannot start /no/such/python \(No such file or directory\)$"):
             await f.servers.start()
+
+
+async def test_a_server_that_is_killed_by_name_is_started_again(tmp_path: Path) -> None:
+    async with fleet(tmp_path, HELLO + "exec sleep 60", count=2, restart_backoff_s=0.0) as f:
+        await f.servers.start()
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(f.servers.watch())
+            await until(lambda: all(f.said(i, "env") for i in range(2)))
+            f.servers.kill("server 1")
+            f.servers.kill("server 7")  # which is none of ours
+            await until(lambda: len(f.said(1, "env")) == 2)
+            watching.cancel()
+        assert len(f.said(0, "env")) == 1
+        assert "server 1 was killed by signal 9" in f.notes[0]

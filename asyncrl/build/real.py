@@ -217,6 +217,7 @@ async def train(
 
     async def last_checkpoint() -> None:
         """What has been trained is kept, if that can be done in time; a second interrupt cuts it short."""
+        trainer.no_restarts()  # where all processes were told to end there is no time for one
         version = 0 if run is None else run.parameters.newest
         if keeper.has(version) or not job.alive or not recipe.run.last_checkpoint_s:
             return

@@ -94,6 +94,10 @@ class RestartingTrainer:
     def give_up(self) -> None:
         self._job.give_up()
 
+    def no_restarts(self) -> None:
+        """The run ends: a job that dies from here on stays dead."""
+        self._restarts = 0
+
     async def connect(self) -> int:
         """As in the port. Where another process had trained on, it is trained to there."""
         steps = await self._catch_up()

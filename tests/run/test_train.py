@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -86,10 +87,14 @@ def test_a_folder_that_holds_a_run_is_left_alone(train: Start, tiny_recipe: Path
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_the_run_in_order(train: Start, number: signal.Signals) -> None:
+    """Of the controller alone, as by Ctrl-C, and of all processes at once, as Slurm ends a step."""
     run = train(*set_("run.steps=5000", "staleness.bound=4"))  # so there are always groups under way
     run.until(lambda: run.steps() >= 2)
+    for pid in run.processes() if number is signal.SIGTERM else []:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
     run.process.send_signal(number)
-    assert run.wait(60) == 130
+    assert run.wait(90) == 130
     run.check_ended_cleanly()
     assert run.summary["exit"] == "interrupted"
     assert run.summary["ledger"]["aborted"] > 0
