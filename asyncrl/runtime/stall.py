@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from typing import Literal
 
 from asyncrl.ports import Observer
-from asyncrl.runtime.status import Books, Status
+from asyncrl.runtime.status import Books, Status, shown
 
 LOOKS = 4
 """Looks within ``stall_s``; a stall is found at most one of them late."""
@@ -67,8 +67,8 @@ class StallWatch:
             leaks = faults
             if loop.time() - since >= (reports + 1) * self._stall_s:
                 reports += 1
-                await self._books.probe()
-                await self._stalled(self._books.status(doing), loop.time() - since, reports)
+                status = self._books.status(doing, silent=await self._books.silent(), whole=True)
+                await self._stalled(status, loop.time() - since, reports)
 
     async def _stalled(self, status: Status, seconds: float, reports: int) -> None:
         lines = [f"no progress for {seconds:.0f} s: {status.gate}", *status.lines()[1:]]
@@ -79,8 +79,9 @@ class StallWatch:
             return
         cuts = [h for h in status.holders if h.cut is not None]
         if self._remedy == "mend" and reports == 1 and cuts:
+            for line in shown(cuts, "cut: "):
+                self._say(line)
             for holder in cuts:
-                self._say(f"cut: {holder.line}")
                 assert holder.cut is not None
                 holder.cut(f"cut after {seconds:.0f} s in which the run made no progress")
         elif all(h.cut is not None or h.left_s is None or h.left_s <= 0 for h in status.holders):

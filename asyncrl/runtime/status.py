@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
+from heapq import nsmallest
 
 import msgspec
 
@@ -38,15 +39,16 @@ class Holder(Record, frozen=True, kw_only=True):
 
 
 class Status(Record, frozen=True, kw_only=True):
-    """``gate`` is one sentence; ``holders`` stand behind it, the longest wait first; ``others`` wait too, for something
-    that the run as a whole does not wait for."""
+    """``gate`` is one sentence; ``holders`` stand behind it, longest wait first, and ``more`` like them that are not
+    listed; ``others`` wait too, for something that the run as a whole does not wait for."""
 
     gate: str
     holders: Sequence[Holder]
+    more: int
     others: Sequence[Holder]
 
     def lines(self) -> list[str]:
-        return [self.gate, *_shown(self.holders, "  "), *_shown(self.others, "also: ")]
+        return [self.gate, *shown(self.holders, "  ", self.more), *shown(self.others, "also: ")]
 
 
 class Books:
@@ -75,12 +77,16 @@ class Books:
         self._bound = bound
         self._control_timeout_s = control_timeout_s
         self._kill = kill
-        self._silent: set[str] = set()
-        """Servers that did not answer when they were probed last."""
+        # Of the status that is being made.
+        self._silent: Set[str] = frozenset()
+        self._most: int | None = SHOWN
+        self._more = 0
 
-    def status(self, doing: str = "") -> Status:
-        """Now. ``doing`` is what the training job says that it does."""
-        stage = self._gate
+    def status(self, doing: str = "", *, silent: Set[str] = frozenset(), whole: bool = False) -> Status:
+        """Now. ``doing`` is what the training job says that it does; ``silent`` servers do not answer. ``whole``: with
+        all holders, not just those that are shown."""
+        stage, self._silent, self._more = self._gate, silent, 0
+        self._most = None if whole else SHOWN
         now = asyncio.get_running_loop().time()
         gate = f"{stage.who} waits for {stage.what}, {now - stage.since:.0f} s"
         trainer = [self._trainers(wait, doing, now) for wait in self._trainer.stages]
@@ -101,14 +107,14 @@ class Books:
         holders = holders or servers or trainer
         named = {id(holder) for holder in holders}
         others = [h for h in (*servers, *trainer) if id(h) not in named]
-        return Status(gate=gate, holders=sorted(holders, key=lambda h: h.since), others=others)
+        return Status(gate=gate, holders=sorted(holders, key=lambda h: h.since), more=self._more, others=others)
 
-    async def probe(self) -> None:
-        """Ask all servers whether they are there, for ``status`` to tell the hung one from those that wait for it."""
+    async def silent(self) -> set[str]:
+        """Servers that do not answer, for ``status`` to tell the hung one from those that wait for it."""
         instances = [i for i in self._proxy.instances if i.up]
         async with asyncio.TaskGroup() as group:
             answers = [(i.name, group.create_task(i.engine.health())) for i in instances]
-        self._silent = {name for name, answer in answers if not answer.result()}
+        return {name for name, answer in answers if not answer.result()}
 
     async def doing(self) -> str:
         """What the training job says that it does, where something is asked of it."""
@@ -191,7 +197,9 @@ class Books:
     def _leaves(self, stages: Sequence[tuple[Stage, str]], servers: list[Holder], now: float) -> list[Holder]:
         """Episodes that wait for a server wait for those that do not serve, if there are such."""
         own = [(stage, who) for stage, who in stages if stage.what != SERVER or not servers]
-        return [self._episode(stage, who, now) for stage, who in own] + (servers if len(own) < len(stages) else [])
+        listed = own if self._most is None else nsmallest(self._most, own, key=lambda wait: wait[0].since)
+        self._more += len(own) - len(listed)
+        return [self._episode(stage, who, now) for stage, who in listed] + (servers if len(own) < len(stages) else [])
 
     def _episode(self, stage: Stage, who: str, now: float) -> Holder:
         cut: Callable[[str], None] = stage.cut
@@ -265,8 +273,9 @@ class Books:
         return cut
 
 
-def _shown(holders: Sequence[Holder], indent: str) -> list[str]:
+def shown(holders: Sequence[Holder], indent: str, more: int = 0) -> list[str]:
+    """A line each of the first, and how many there are beside."""
     lines = [f"{indent}{holder.line}" for holder in holders[:SHOWN]]
-    if len(holders) > SHOWN:
-        lines.append(f"{indent}and {len(holders) - SHOWN} more")
+    if (more := more + len(holders) - len(lines)) > 0:
+        lines.append(f"{indent}and {more} more")
     return lines
