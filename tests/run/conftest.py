@@ -175,13 +175,13 @@ class Train:
                 preexec_fn=None if file_limit is None else lambda: _limit_files(file_limit),
             )
 
-    def wait(self, timeout: float = 120) -> int:
+    def wait(self, timeout: float = 240) -> int:
         return self.process.wait(timeout)
 
     def text(self) -> str:
         return self.output.read_text()
 
-    def until(self, condition: Callable[[], Any], timeout: float = 90) -> Any:
+    def until(self, condition: Callable[[], Any], timeout: float = 240) -> Any:
         """Wait for a condition while the run goes on."""
         deadline = time.monotonic() + timeout
         while not (value := condition()):
