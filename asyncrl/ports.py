@@ -338,6 +338,9 @@ class RunStore(Protocol):
     async def committed(self) -> None:
         """Wait until everything that was put is durable."""
 
+    async def fill(self, trajectories: Sequence[Trajectory]) -> None:
+        """Their tokens are about to be needed: those that were put aside, to save memory, are there afterwards."""
+
     async def trained_on(self, step: int) -> SavedStep:
         """What a step since the newest checkpoint was trained on."""
 
@@ -351,6 +354,9 @@ class NoStore:
         pass
 
     async def committed(self) -> None:
+        pass
+
+    async def fill(self, trajectories: Sequence[Trajectory]) -> None:
         pass
 
     async def trained_on(self, step: int) -> SavedStep:

@@ -79,10 +79,11 @@ async def train(
     writer = ThreadBlocking(workers=1)  # its own, so that no user code keeps it waiting
     point = None if resume is None else checkpoints.find(resume, recipe)
     find_task = task_finder(sources)
+    memory_bytes = recipe.run.buffer_mb << 20
     store, saved, resumed = None, NOTHING, None
     if point is not None:
         run_dir = point.run_dir
-        store = Store(run_dir, blocking=writer, find_task=find_task)
+        store = Store(run_dir, blocking=writer, find_task=find_task, memory_bytes=memory_bytes)
         saved, resumed = restore(store, point)
         checkpoints.set_aside(point)
     recorder = Recorder(
@@ -92,8 +93,9 @@ async def train(
         decode=tokenizer.decode,
         resume=resumed,
     )
-    store = store or Store(run_dir, blocking=writer, find_task=find_task)
+    store = store or Store(run_dir, blocking=writer, find_task=find_task, memory_bytes=memory_bytes)
     store.before, store.seconds = recorder.flush, lambda: recorder.clock() - recorder.start
+    recorder.fill = store.fill_now
     write_atomic(run_dir / RECIPE, dumps(recipe))
     logs = run_dir / "logs"
     logs.mkdir(exist_ok=point is not None)

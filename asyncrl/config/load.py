@@ -124,6 +124,7 @@ def check(recipe: Recipe) -> None:
         "run.checkpoint_every": recipe.run.checkpoint_every,
         "run.keep_checkpoints": recipe.run.keep_checkpoints,
         "run.last_checkpoint_s": recipe.run.last_checkpoint_s,
+        "run.buffer_mb": recipe.run.buffer_mb,
         "run.stall_s": recipe.run.stall_s,
         "rollout.max_additional_running_prompts": r.max_additional_running_prompts,
         "rollout.group_size_redundancy": r.group_size_redundancy,

@@ -354,6 +354,9 @@ class RunConfig(Section, frozen=True, kw_only=True):
     on_stall: Literal["mend", "report", "end"] = "mend"
     """``mend``: cut what holds the run up (re-route the request and start its server anew, fail the episode, start the
     trainer anew), and end the run if that does not help. ``report``: only say it. ``end``: end the run at once."""
+    buffer_mb: int = 4096
+    """What the tokens of finished trajectories may take of memory while they wait for their batch; those beyond wait on
+    the disk, in the run store."""
     trace_requests: bool = True
     """False: ``trace.json`` leaves single requests and episodes out, a few hundred bytes each."""
 

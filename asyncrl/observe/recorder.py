@@ -74,6 +74,8 @@ class Recorder(Tally):
         self._error: RunDirError | None = None
         self._decode = decode
         self._tokens = tokens
+        self.fill: Callable[[Trajectory], None] = lambda trajectory: None
+        """Brings back tokens that were put aside; on the thread that flushes."""
         self._trace = TraceEncoder(self.start)
         names = (METRICS, EVALS, TRAJECTORIES, TRACE)
         self._files = {name: LineFile(run_dir / name, append=resume is not None) for name in names}
@@ -153,6 +155,7 @@ class Recorder(Tally):
                 case ("line", name, line):
                     lines[name].append(msgspec.json.encode(line) + b"\n")
                 case ("trajectory", trajectory, state, at):
+                    self.fill(trajectory)
                     line = trajectory_line(trajectory, state, at, self._decode, self._tokens)
                     lines[TRAJECTORIES].append(msgspec.json.encode(line) + b"\n")
                 case ("busy", name, segment):

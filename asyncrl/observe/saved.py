@@ -19,9 +19,19 @@ FindTask = Callable[[str, str], Task]
 
 
 class Reader:
-    """Of the database and the segments of the run at ``path``. Raises ``RunDirError``, and SQLite's errors."""
+    """Of the database and the segments of the run at ``path``. ``on_scored`` hears of each trajectory that waits for
+    its batch, and of the name of its payload. Raises ``RunDirError``, and SQLite's errors."""
 
-    def __init__(self, path: Path, db: sqlite3.Connection, segments: Segments, find_task: FindTask) -> None:
+    def __init__(
+        self,
+        path: Path,
+        db: sqlite3.Connection,
+        segments: Segments,
+        find_task: FindTask,
+        *,
+        on_scored: Callable[[Trajectory, str], None],
+    ) -> None:
+        self._on_scored = on_scored
         self._path = path
         self._db = db
         self._segments = segments
@@ -136,7 +146,10 @@ class Reader:
             )
 
     def _slot(self, number: int, attempt: int, state: str, payload: str | None) -> SavedSlot:
-        trajectory = self._trajectory(payload) if state == "scored" and payload else None
+        trajectory = None
+        if state == "scored" and payload:
+            trajectory = self._trajectory(payload)
+            self._on_scored(trajectory, payload)
         turns: list[Turn] = []
         pieces: list[Turn] = []
         for whole, data in self._db.execute(

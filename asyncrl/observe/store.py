@@ -26,10 +26,12 @@ from typing import Any
 import msgspec
 
 from asyncrl.core import journal
+from asyncrl.core.types import Trajectory
 from asyncrl.observe.database import STORE, WHOLE, connect, exclusive, translated
 from asyncrl.observe.run_dir import RunDirError
 from asyncrl.observe.saved import FindTask, Reader
-from asyncrl.observe.segments import Segments, encode
+from asyncrl.observe.segments import Segments, decode, encode
+from asyncrl.observe.spill import Spill
 from asyncrl.ports import Blocking
 
 SEGMENTS = "segments"
@@ -43,11 +45,12 @@ QUEUE_LIMIT = 65_536
 class Store:
     """The store of the run in ``run_dir``, made if there is none. Raises ``RunDirError``, also where another process
     has it open. ``before`` is called ahead of each transaction, on the thread that writes: files that must not lag
-    behind the database. ``seconds`` is how long the run has lasted."""
+    behind the database. ``seconds`` is how long the run has lasted. ``memory_bytes`` is what the tokens of finished
+    trajectories may take that wait for their batch (observe/spill.py)."""
 
     keeps = True
 
-    def __init__(self, run_dir: Path, *, blocking: Blocking, find_task: FindTask) -> None:
+    def __init__(self, run_dir: Path, *, blocking: Blocking, find_task: FindTask, memory_bytes: int = 1 << 62) -> None:
         self.path = run_dir / STORE
         self.before: Callable[[], None] = lambda: None
         self.seconds: Callable[[], float] = lambda: 0.0
@@ -69,7 +72,10 @@ class Store:
                     "SELECT payload FROM turns UNION ALL SELECT payload FROM given WHERE payload IS NOT NULL"
                 )
                 self.segments = Segments(run_dir / SEGMENTS, (payload for (payload,) in live))
-                self._reader = Reader(self.path, self.db, self.segments, find_task)
+                self._spill = Spill(memory_bytes, self._columns)
+                self._scored: deque[tuple[Trajectory, str]] = deque()
+                """Those that the last write has brought onto the disk, for the loop's thread."""
+                self._reader = Reader(self.path, self.db, self.segments, find_task, on_scored=self._found)
                 self._ready = self._scalar("SELECT max(position) FROM groups WHERE state = 'ready'") or 0
         except BaseException:
             os.close(self._lock)
@@ -78,6 +84,13 @@ class Store:
     # --- what the runtime calls
 
     def put(self, entry: journal.Entry) -> None:
+        match entry:
+            case journal.Scored(trajectory=trajectory):
+                self._spill.hold(trajectory)
+            case journal.GroupEnded(group=group):
+                self._spill.release([group])
+            case journal.BatchTaken(groups=groups):
+                self._spill.release(groups)
         if len(self._queue) >= QUEUE_LIMIT:
             self.write()
         self._queue.append(entry)
@@ -94,6 +107,28 @@ class Store:
         self._waiters.append((self._put, future))
         self._urgent.set()
         await future
+
+    async def fill(self, trajectories: Sequence[Trajectory]) -> None:
+        self._spill.release({t.group_id for t in trajectories})
+        if any(map(self._spill.is_empty, trajectories)):
+            await self._blocking.run(self._fill, trajectories)
+
+    def _fill(self, trajectories: Sequence[Trajectory]) -> None:
+        for trajectory in trajectories:
+            self._spill.fill(trajectory)
+
+    def fill_now(self, trajectory: Trajectory) -> None:
+        """As ``fill``, for one that has ended. On any thread. Raises ``RunDirError``."""
+        self._spill.fill(trajectory)
+
+    def _columns(self, name: str) -> dict[str, Any]:
+        return decode(self.segments.read(name))  # type: ignore[no-any-return]
+
+    def _found(self, trajectory: Trajectory, name: str) -> None:
+        """By a run that goes on."""
+        self._spill.hold(trajectory)
+        self._spill.stored(trajectory, name)
+        self._spill.empty()
 
     async def trained_on(self, step: int) -> journal.SavedStep:
         await self.committed()
@@ -116,6 +151,9 @@ class Store:
                 self._wake.clear()
                 self._urgent.clear()
                 await self._blocking.run(self.write)
+                while self._scored:
+                    self._spill.stored(*self._scored.popleft())
+                self._spill.empty()
                 while self._waiters and self._waiters[0][0] <= self._done:
                     _, future = self._waiters.popleft()
                     if not future.done():
@@ -171,18 +209,21 @@ class Store:
             try:
                 self.before()
                 with translated(self.path), self.db:
-                    self._apply(entries)
+                    scored = self._apply(entries)
                     self._note("seconds", self.seconds())
                     self.segments.sync()
             except RunDirError as error:
                 self._error = error
                 raise
+            self._scored += scored
             self._done += len(entries)
             freed, self._freed = self._freed, []
             for payload in freed:
                 self.segments.free(payload)
 
-    def _apply(self, entries: Sequence[journal.Entry]) -> None:
+    def _apply(self, entries: Sequence[journal.Entry]) -> list[tuple[Trajectory, str]]:
+        """The trajectories that were scored, with the names of their payloads."""
+        scored: list[tuple[Trajectory, str]] = []
         # A trajectory that ends within this transaction needs no turns in between.
         ended = {e.trajectory.id for e in entries if isinstance(e, journal.Scored)}
         ended |= {e.trajectory for e in entries if isinstance(e, journal.Ended)}
@@ -194,10 +235,12 @@ class Store:
                         self._keep_turn(entry)
                 case journal.Scored(trajectory=t):
                     self._drop_turns(t.id)
+                    payload = self._payload(t)
+                    scored.append((t, payload))
                     do(
                         "UPDATE trajectories SET state = 'scored', reward = ?, turns = ?, tokens = ?, finish_reason = ?"
                         ", payload = ? WHERE id = ?",
-                        (t.reward, t.turns, len(t.tokens), t.finish_reason, self._payload(t), t.id),
+                        (t.reward, t.turns, len(t.tokens), t.finish_reason, payload, t.id),
                     )
                 case journal.GroupOpened(task=task):
                     do(
@@ -252,6 +295,7 @@ class Store:
                     self._drop_trained(version)
                 case journal.Noted():
                     self._note(entry.key, entry.value)
+        return scored
 
     def _begin(self, number: int, group: int, member: int, attempt: int) -> None:
         self.db.execute(

@@ -103,6 +103,10 @@ class Accounts:
         self._store.put(journal.BatchTaken(step=self._consumed, groups=tuple(group.id for group in groups)))
         self._consumed += 1
 
+    async def fill(self, groups: Sequence[Group]) -> None:
+        """Their tokens are about to be needed."""
+        await self._store.fill([t for group in groups for t in group.trajectories])
+
     def detach(self) -> None:
         """The store keeps what there is; what comes is of these books only."""
         self._store = NoStore()

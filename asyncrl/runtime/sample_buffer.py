@@ -393,6 +393,7 @@ class SampleBuffer:
                 await self._batch_event(head=0)
         finally:
             self._wanted = False
+        await self._accounts.fill(self._taken)
         groups, self._taken = self._taken, ()
         return Batch(step=step, groups=groups)
 
@@ -404,7 +405,9 @@ class SampleBuffer:
         while not self._taken and not self._take():
             if part := self._new_part(head):
                 self._given.update(part)
-                return tuple(self._ready[i] for i in part)
+                groups = tuple(self._ready[i] for i in part)
+                await self._accounts.fill(groups)
+                return groups
             await self._batch_event(head)
         return ()
 

@@ -20,9 +20,10 @@ import pytest
 from asyncrl.build.virtual import simulated
 from asyncrl.config import Recipe, load_table
 from asyncrl.core.ledger import FINAL
-from asyncrl.core.types import flatten
+from asyncrl.core.types import Trajectory, flatten
 from asyncrl.observe.database import STORE, connect
 from asyncrl.observe.store import SEGMENTS, Store
+from asyncrl.ports import Observer
 from asyncrl.sim.blocking import SimBlocking
 from asyncrl.sim.loop import run
 from asyncrl.sim.tasks import SimTasks
@@ -96,6 +97,18 @@ class Disk(msgspec.Struct):
             (run_dir / SEGMENTS / name).write_bytes(data)
 
 
+class Filling:
+    """What the laws are checked on has its tokens, as what the Recorder writes."""
+
+    def __init__(self, inner: Observer, store: Store) -> None:
+        self._inner = inner
+        self._store = store
+
+    def trajectory(self, trajectory: Trajectory, state: str) -> None:
+        self._store.fill_now(trajectory)
+        self._inner.trajectory(trajectory, state)
+
+
 class Life:
     """One process's part of a run: what it found, what it did, and all that was ever on the disk meanwhile, if it is to
     be ``watched``."""
@@ -112,7 +125,10 @@ class Life:
     async def _live(self) -> None:
         tasks = {task.id: task for task in SimTasks(self.settings.sim, seed=self.settings.seed).train}
         blocking = SimBlocking(rng=random.Random("store"))
-        store = Store(self.run_dir, blocking=blocking, find_task=lambda source, name: tasks[name])
+        memory_bytes = 0 if self.settings.env.max_turns > 1 else 1 << 30  # nothing of what waits is in memory, or all
+        store = Store(
+            self.run_dir, blocking=blocking, find_task=lambda source, name: tasks[name], memory_bytes=memory_bytes
+        )
         store.db.execute("PRAGMA synchronous = OFF")  # no machine dies here
         self.saved = store.load(self.checkpoint[0])
         write = store.write
@@ -127,6 +143,8 @@ class Life:
         self.simulation = await simulated(
             self.settings, services=[store.run], store=store, saved=self.saved, checkpoint=self.checkpoint
         )
+        accounts = self.simulation.run.buffer._accounts
+        accounts._observer = Filling(accounts._observer, store)  # type: ignore[assignment]
         await self.simulation.play()
         store.close()
 
@@ -150,8 +168,8 @@ CHECKSUMS = "SELECT step, checksum FROM steps WHERE checksum IS NOT NULL ORDER B
 ENDS = "SELECT state, count(*) FROM trajectories GROUP BY state"
 
 
-def check(life: Life, before: Disk) -> None:
-    """``life`` went on from ``before`` to the end."""
+def check(life: Life, before: Disk, earlier: Life) -> None:
+    """``life`` went on to the end from ``before``, which ``earlier`` left."""
     settings, saved = life.settings, life.saved
     steps, size = settings.run.steps, settings.rollout.batch_groups
     trainer = life.simulation.trainer
@@ -179,19 +197,18 @@ def check(life: Life, before: Disk) -> None:
     state_of = dict(life.rows("SELECT id, state FROM trajectories"))
     assert ids <= set(state_of)
     assert not scored & {number for number, state in state_of.items() if state == "failed"}
-    # What had ended is trained as it was; what goes on has its tokens.
-    trained = {t.id: t for batch in life.simulation.trace.batches for t in batch.trajectories}
-    for group in saved.groups:
-        for slot in group.slots:
-            t = trained.get(slot.trajectory_id)
-            if t is not None and slot.trajectory is not None:
-                assert t == slot.trajectory
+    # What had ended is trained as it was.
+    was, now = trained_by(earlier), trained_by(life)
+    assert all(now[number] == was[number] for number in scored & set(was) & set(now))
+
+
+def trained_by(life: Life) -> dict[int, Trajectory]:
+    return {t.id: t for batch in life.simulation.trace.batches for t in batch.trajectories}
 
 
 def went_on(life: Life) -> list[bool]:
     """Of each trajectory that was unfinished and is trained now: whether it has the tokens that it had."""
-    trained = {t.id: t for batch in life.simulation.trace.batches for t in batch.trajectories}
-    found = []
+    trained, found = trained_by(life), []
     for group in life.saved.groups:
         for slot in group.slots:
             t = trained.get(slot.trajectory_id)
@@ -202,19 +219,19 @@ def went_on(life: Life) -> list[bool]:
     return found
 
 
-def go_on(settings: Recipe, disk: Disk, run_dir: Path, *, watched: bool = False) -> Life:
+def go_on(earlier: Life, disk: Disk, run_dir: Path, *, watched: bool = False) -> Life:
     disk.unpack(run_dir)
-    life = Life(settings, run_dir, checkpoint=disk.checkpoint, watched=watched)
-    check(life, disk)
+    life = Life(earlier.settings, run_dir, checkpoint=disk.checkpoint, watched=watched)
+    check(life, disk, earlier)
     shutil.rmtree(run_dir)
     return life
 
 
 def killed(name: str, tmp_path: Path, points: int | None) -> None:
     """At so many of the moments that leave something else on the disk; None: at all."""
-    disks = Life(RECIPES[name], tmp_path / "whole", watched=True).disks
-    chosen = disks if points is None else random.Random(name).sample(disks, points)
-    kept = [went for disk in chosen for went in went_on(go_on(RECIPES[name], disk, tmp_path / "again"))]
+    whole = Life(RECIPES[name], tmp_path / "whole", watched=True)
+    chosen = whole.disks if points is None else random.Random(name).sample(whole.disks, points)
+    kept = [went for disk in chosen for went in went_on(go_on(whole, disk, tmp_path / "again"))]
     if "multi-turn" in name:  # whose environments say the same to the same actions
         assert kept and all(kept)
 
@@ -236,4 +253,4 @@ def test_a_run_that_is_killed_again_and_again_comes_to_its_end(name: str, tmp_pa
     life = Life(RECIPES[name], tmp_path / "whole", watched=True)
     for kill in range(4):
         number = rng.randrange(len(life.disks))
-        life = go_on(RECIPES[name], life.disks[number], tmp_path / f"kill {kill}", watched=True)
+        life = go_on(life, life.disks[number], tmp_path / f"kill {kill}", watched=True)

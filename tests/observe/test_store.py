@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncrl.core import journal
@@ -250,3 +251,42 @@ def test_a_task_that_is_gone_is_named(tmp_path: Path) -> None:
     kept(tmp_path, [journal.GroupOpened(group=0, task=Task(id="gone", data={}), tasks_done=1, trajectories=(0,))])
     with pytest.raises(RunDirError, match=r"has begun task 'gone', which the training rows do not have any more"):
         found(tmp_path)
+
+
+async def test_what_waits_beyond_the_memory_given_is_on_the_disk_alone(tmp_path: Path) -> None:
+    long = 32_000
+
+    def waiting(number: int) -> Trajectory:
+        column = array("i", [number]) * long
+        return msgspec.structs.replace(
+            trajectory(number, number),
+            tokens=column,
+            loss_mask=array("b", [1]) * long,
+            logprobs=array("f", [-0.5]) * long,
+            versions=array("i", [0]) * long,
+            turn_ends=(long,),
+        )
+
+    limit = 4 * 13 * long
+    with closing(Store(tmp_path, blocking=Inline(), find_task=find_task, memory_bytes=limit)) as opened_store:
+        async with asyncio.TaskGroup() as group:
+            service = group.create_task(opened_store.run())
+            backlog = [waiting(number) for number in range(10)]
+            for t in backlog:
+                opened_store.put(opened(t.group_id, t.id))
+                opened_store.put(journal.Scored(trajectory=t))
+                await opened_store.committed()
+            in_memory = [t.id for t in backlog if t.tokens]
+            assert in_memory == [0, 1, 2, 3], "those that are trained first"
+            await opened_store.fill(backlog[2:5])
+            assert backlog[2:5] == [waiting(number) for number in range(2, 5)]
+            opened_store.put(journal.GroupEnded(group=8, state="surplus", reason="queue full"))
+            opened_store.fill_now(backlog[8])
+            assert backlog[8] == waiting(8)
+            service.cancel()
+    with closing(Store(tmp_path, blocking=Inline(), find_task=find_task, memory_bytes=limit)) as opened_store:
+        slots = [group.slots[0] for group in opened_store.load(0).groups]
+        found_again = [slot.trajectory for slot in slots if slot.trajectory is not None]
+        assert sum(13 * len(t.tokens) for t in found_again) <= limit
+        await opened_store.fill(found_again)
+        assert found_again == [waiting(number) for number in range(10) if number != 8]
