@@ -1,11 +1,12 @@
 """What the run store costs: CPU seconds a trajectory, on the loop (``put``) and beside it (the writing thread).
 
     python bench/store.py [--backlog N] [--json FILE]
+    python bench/store.py --run recipes/runsum --set run.steps=30
 
 Groups of 8 go through their life as in a run (opened, started, turns, scored, ready, consumed, given, trained), a
 checkpoint every 20 steps, written to a real file with fsync. The wall clock is of no interest: writes are waited for by
 nobody but the train step. ``--backlog``: the memory that so many finished trajectories of 32,000 tokens take which wait
-for their batch, when they may have 64 MiB of it.
+for their batch, when they may have 64 MiB of it. ``--run``: the store's share of a real run's CPU seconds.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from asyncrl.cli import main as asyncrl_main
 from asyncrl.core import journal
 from asyncrl.core.types import Task, Trajectory, Turn, flatten
 from asyncrl.observe.database import STORE
@@ -162,12 +164,54 @@ async def backlog(count: int) -> dict[str, Any]:
     return {"tokens": count * 32_000, "mb": count * 32_000 * 13 / 1e6, "resident_mb": resident}
 
 
+def share_of_a_run(recipe: str, overrides: list[str]) -> dict[str, float]:
+    """CPU seconds of a real run: of the store's writes, of the controller with them, and of its children."""
+    seconds = 0.0
+    write = Store.write
+
+    def measured(store: Store) -> None:
+        nonlocal seconds
+        flush = store.before
+
+        def not_counted() -> None:  # the files beside the database
+            nonlocal seconds
+            began = time.thread_time()
+            flush()
+            seconds -= time.thread_time() - began
+
+        store.before, began = not_counted, time.thread_time()
+        try:
+            write(store)
+        finally:
+            store.before = flush
+        seconds += time.thread_time() - began
+
+    Store.write = measured  # type: ignore[method-assign]
+    with tempfile.TemporaryDirectory() as folder:
+        options = [part for override in overrides for part in ("--set", override)]
+        if code := asyncrl_main(["train", recipe, "--run-dir", f"{folder}/run", *options]):
+            raise SystemExit(code)
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {
+        "store_s": seconds,
+        "controller_s": time.process_time(),
+        "children_s": children.ru_utime + children.ru_stime,
+        "share_of_controller": seconds / time.process_time(),
+        "share_of_run": seconds / (time.process_time() + children.ru_utime + children.ru_stime),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--backlog", type=int, default=1000, metavar="N")
+    parser.add_argument("--run", metavar="RECIPE")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="with --run")
     args = parser.parse_args()
+    if args.run:
+        print(", ".join(f"{key} {value:.3f}" for key, value in share_of_a_run(args.run, args.set).items()))
+        return
     results = {name: asyncio.run(measure(*case, args.steps)) for name, case in CASES.items()}
     waiting = asyncio.run(backlog(args.backlog))
     print(f"backlog of {args.backlog}: {waiting}")

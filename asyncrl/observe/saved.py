@@ -40,6 +40,8 @@ class Reader:
     def saved(self, checkpoint: int) -> Saved:
         """Where the run stands, whose newest checkpoint is of version ``checkpoint``."""
         db = self._db
+        # The step that was being trained when the run ended may be in its last checkpoint.
+        db.execute("UPDATE steps SET checksum = '0' WHERE step < ? AND checksum IS NULL", (checkpoint,))
         [(consumed,)] = db.execute("SELECT count(*) FROM steps").fetchall()
         checksums = dict(db.execute("SELECT step, checksum FROM steps WHERE checksum IS NOT NULL"))
         version = max(checksums, default=-1) + 1
@@ -50,8 +52,6 @@ class Reader:
                 "--resume RUN/checkpoints/version-N"
             )
         taken = self._batch(version) if version < consumed else None
-        with db:  # the batch that was not trained is given anew, and perhaps not in the same parts
-            db.execute("DELETE FROM given WHERE step >= ?", (version,))
         baseline = db.execute("SELECT baseline FROM steps WHERE step = ?", (version - 1,)).fetchone()
         final = db.execute(
             "SELECT state, ifnull(reason, ''), count(*) FROM trajectories WHERE state NOT IN ('live', 'scored') "

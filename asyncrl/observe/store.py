@@ -176,8 +176,12 @@ class Store:
 
     def load(self, checkpoint: int) -> journal.Saved:
         """Where the run stands, whose newest checkpoint is of version ``checkpoint``. Raises ``RunDirError``."""
-        with translated(self.path):
-            return self._reader.saved(checkpoint)
+        with translated(self.path), self.db:
+            saved = self._reader.saved(checkpoint)
+            # A batch that was not trained is given anew, and perhaps not in the same parts.
+            given = self.db.execute("DELETE FROM given WHERE step >= ? RETURNING payload", (saved.version,)).fetchall()
+            self._freed += (payload for (payload,) in given)
+            return saved
 
     def rewind(self, version: int, tasks_done: int) -> None:
         """Take the run back to where its weights were of ``version``, with ``tasks_done`` tasks given out: what had not

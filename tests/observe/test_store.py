@@ -172,6 +172,20 @@ def test_tokens_are_kept_until_a_checkpoint_has_their_step(tmp_path: Path, monke
         found(tmp_path, checkpoint=0)
 
 
+def test_a_step_that_only_the_last_checkpoint_tells_of_is_trained(tmp_path: Path) -> None:
+    kept(
+        tmp_path,
+        [
+            *finished(0, 0),
+            journal.BatchTaken(step=0, groups=(0,)),
+            journal.Given(step=0, groups=(0,), advantages=[1.0], baseline=0.5),
+            journal.Checkpointed(version=1),
+        ],
+    )
+    saved = found(tmp_path, checkpoint=1)
+    assert (saved.version, saved.consumed, saved.taken, saved.baseline) == (1, 1, None, 0.5)
+
+
 def test_a_torn_write_is_not_seen_and_damage_is_named(tmp_path: Path) -> None:
     kept(tmp_path, finished(0, 0))
     segment = tmp_path / SEGMENTS / "segment-1"
