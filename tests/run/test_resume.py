@@ -29,7 +29,7 @@ def checkpoints(run: Train) -> list[str]:
 
 def test_an_interrupted_run_goes_on_where_it_was(train: Start, tiny_recipe: Path) -> None:
     run = train(*set_("run.steps=5000", "run.checkpoint_every=2", "run.keep_checkpoints=1"))
-    run.until(lambda: run.steps() >= 3)
+    run.until(lambda: run.steps() >= 3, 200)
     run.process.send_signal(signal.SIGINT)
     assert run.wait(90) == 130, run.text()
     run.check_ended_cleanly()
@@ -67,7 +67,7 @@ def test_an_interrupted_run_goes_on_where_it_was(train: Start, tiny_recipe: Path
 
 def kill_controller(run: Train, steps: int) -> None:
     """Once it has done so many steps. What it started ends with it."""
-    run.until(lambda: run.steps() >= steps)
+    run.until(lambda: run.steps() >= steps, 300)
     run.process.kill()
     run.process.wait()
     deadline = time.monotonic() + 60
@@ -76,6 +76,7 @@ def kill_controller(run: Train, steps: int) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.timeout(1200)  # three starts
 def test_a_run_that_is_killed_and_started_again_loses_nothing(train: Start, tiny_recipe: Path) -> None:
     overrides = set_("run.steps=7", "run.checkpoint_every=3", "run.eval_tasks=4")
     run = train(*overrides)
@@ -84,7 +85,7 @@ def test_a_run_that_is_killed_and_started_again_loses_nothing(train: Start, tiny
     kill_controller(run, 5)
     run = Train(tiny_recipe, run.run_dir, *overrides, *set_("trainer.ranks=1", "engine.count=3"))
     try:
-        assert run.wait(200) == 0, run.text()
+        assert run.wait(300) == 0, run.text()
         run.check_ended_cleanly()
         assert run.summary["exit"] == "finished"
         rows = run.lines("metrics.jsonl")
