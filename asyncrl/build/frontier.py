@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from asyncrl.core.planning import Prediction, System, predict, splits
+from asyncrl.core.choices import splits
+from asyncrl.core.planning import Prediction, System, predict
 from asyncrl.core.workload import Workload
 
 SIZE_IN = (13.0, 6.2)

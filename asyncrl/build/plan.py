@@ -16,8 +16,9 @@ import msgspec
 from asyncrl.build.profile import cost_of
 from asyncrl.build.samples import read_samples
 from asyncrl.config import Recipe, RecipeError
+from asyncrl.core.choices import best_bound, best_split, with_split
 from asyncrl.core.distributions import Constant
-from asyncrl.core.planning import Prediction, System, best_bound, best_split, predict, with_split
+from asyncrl.core.planning import Prediction, System, predict
 from asyncrl.core.types import Record
 from asyncrl.core.workload import Shape, Workload
 
@@ -78,6 +79,9 @@ def system_of(recipe: Recipe) -> System:
         speeds=sim.weights,
         transport=recipe.weights.transport if sim.weights.transport == "recipe" else sim.weights.transport,
         load_s=sim.instance.load_s,
+        streamed=recipe.streamed_groups / r.batch_groups,
+        part_tokens=recipe.trainer.ranks * recipe.trainer.micro_batch_tokens,
+        overlap=recipe.update.overlap,
         control=recipe.staleness.family,
         bound=recipe.staleness.bound,
         queue=recipe.staleness.queue,

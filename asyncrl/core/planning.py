@@ -1,7 +1,9 @@
 """Speed and staleness of a run before it is started: means, in closed form as far as there is one.
 
-``predict`` takes what works (``System``) and what it works on (``Workload``). A *cycle* is what the trainer does from
-one batch to the next: train, prepare the weights, deliver them; servers stand still while weights are delivered.
+``predict`` takes what works (``System``) and what it works on (``Workload``). A *cycle* is what a trainer that never
+waits for a batch does from one to the next: train, prepare the weights, deliver them; servers stand still while weights
+are delivered. With ``overlap`` it goes on once they are prepared, if those before have been delivered. The *lag* lies
+between a complete batch and the servers having what was learned from it: all of this but what was trained early.
 
 * **Rollout side.** E episodes run at once; those that wait for their environment hold no server (Little's law). With n
   running sequences a server gives each a token in τ(n) seconds: a decode step (StaleFlow's cost model at their mean
@@ -12,6 +14,8 @@ one batch to the next: train, prepare the weights, deliver them; servers stand s
   - α < 1: the cycle, and before it the time until 1 − α of the groups that began together have ended; for α = 0 all,
     the tail of synchronous training;
   - draining updates, single turns: what starts after an update ends before the next, so a batch's whole span;
+  - streaming: while the trainer waits for a batch it trains what is certain of it, all but the last group at most; with
+    α = 0 no more than has ended by then;
   - ``queue_max``: only groups that end in time count, so a step takes as long as the rest needs to fill a batch;
   - ``queue_drop``: nothing waits, what is too much is dropped.
 * **Staleness**: core/theory/staleness.py and runtime.py.
@@ -28,17 +32,14 @@ work is not counted), failures; the servers' idle share where versions overlap (
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable
 from typing import Literal
 
-import msgspec
-
 from asyncrl.core.cost_model import CostModel
 from asyncrl.core.observed import Control
-from asyncrl.core.theory.runtime import natural_staleness, no_bubble_period
+from asyncrl.core.theory.runtime import no_bubble_period
 from asyncrl.core.theory.staleness import in_queue_staleness, pre_queue_staleness
-from asyncrl.core.transfer import Speeds, Transport, seconds_to_arrive, seconds_to_deliver, seconds_to_prepare
+from asyncrl.core.transfer import Speeds, Transport
 from asyncrl.core.types import Record
 from asyncrl.core.workload import Workload
 
@@ -65,8 +66,16 @@ class System(Record, frozen=True, kw_only=True):
     """That one training GPU trains."""
     scaling: float = 1.0
     fixed_s: float = 0.0
+    streamed: float = 0.0
+    """Share of a batch, its first groups, that may be trained before it is complete."""
+    part_tokens: int = 0
+    """So many are trained together before it is complete."""
+    overlap: bool = False
+    """The next train step begins once new weights are prepared; where groups of an older version may be trained."""
     prepare_s: float = 0.0
     """Of a weight update, beside generation."""
+    arrive_s: float = 0.0
+    """Of a weight update, beside generation, and with ``overlap`` beside training."""
     deliver_s: float = 0.0
     """Of a weight update, with the servers standing still."""
     speeds: Speeds | None = None
@@ -85,6 +94,17 @@ class System(Record, frozen=True, kw_only=True):
     @property
     def gpus(self) -> int:
         return self.servers * self.server_gpus + self.trainer_gpus
+
+    @property
+    def overlaps(self) -> bool:
+        return self.overlap and self.control == "inflight_cap" and self.bound > 0
+
+    def train_s(self, tokens: float) -> float:
+        return self.fixed_s + tokens / (self.tokens_per_s * math.pow(self.trainer_gpus, self.scaling))
+
+    def cycle_s(self, train_s: float) -> float:
+        delivery_s = self.arrive_s + self.deliver_s
+        return self.prepare_s + (max(train_s, delivery_s) if self.overlaps else train_s + delivery_s)
 
 
 class Prediction(Record, frozen=True, kw_only=True):
@@ -200,22 +220,25 @@ def predict(s: System, w: Workload) -> Prediction:
     x = w.wait / episode_s
     trained_length = w.counted(x)
     started = batch * w.held(x) / s.kept
-    trained_per_s = s.tokens_per_s * s.trainer_gpus**s.scaling
-    train_s = s.fixed_s + batch * (w.observed + w.generated * trained_length) / trained_per_s
-    # Without update.overlap; with it a run that training binds is shorter, by up to deliver_s a step.
-    cycle_s = train_s + s.prepare_s + s.deliver_s
+    train_s = s.train_s(batch * (w.observed + w.generated * trained_length))
+    cycle_s = s.cycle_s(train_s)
     again = 0.0 if s.drain else (n + full.rate * w.wait / s.servers) * w.context * s.cost.k5
     pause = s.deliver_s + again
     rollout_s = started / full.rate + pause
-    # Trajectories that end while the trainer is busy with a batch, over those of a batch; one pause falls into each.
-    rho = max(cycle_s / rollout_s, (cycle_s - pause) / (rollout_s - pause))
     tailness = w.tailness(x)
     groups = max(1, round(s.batch_groups / s.kept))
     longest = w.ranked(groups, groups + s.redundant, x)
+    early_s = _early(s, w, train_s, groups, x)
 
-    natural = natural_staleness(concurrency=s.episodes, batch=started, tailness=tailness, rho=rho)
+    def batches(seconds: float) -> float:
+        """Trajectories that end in that time, over those of a batch; one pause falls into it."""
+        return max(seconds / rollout_s, (seconds - pause) / (rollout_s - pause))
+
+    rho = batches(cycle_s)
+    lag_s = train_s + s.prepare_s + s.arrive_s + s.deliver_s - min(early_s, max(0.0, rollout_s - cycle_s))
     pre_queue = pre_queue_staleness(concurrency=s.episodes, batch=started, tailness=tailness, rho=rho)
-    in_queue = min(1.0, rho)
+    in_queue = batches(lag_s) / max(1.0, rho)
+    natural = pre_queue + in_queue
     period = max(cycle_s, rollout_s)
     binds: Binding = "trainer" if cycle_s >= rollout_s else "rollout"
     idle_servers = s.deliver_s / period
@@ -227,24 +250,25 @@ def predict(s: System, w: Workload) -> Prediction:
             reason: Binding = "tail"
             staleness = ahead
             if ahead == 0:
-                forced = cycle_s + _wave(s, w, groups, most)
+                wave = _wave(s, w, groups, most)
+                forced = wave.span + cycle_s - min(early_s, wave.trained(train_s - s.fixed_s, s.streamed))
             elif drained:
-                forced = max(train_s + s.prepare_s, _wave(s, w, groups, most)) + s.deliver_s
+                forced = max(cycle_s, _wave(s, w, groups, most).span + s.deliver_s)
             else:
                 room = max(0.0, ahead - natural)
-                forced, credit = _stragglers(s, w, full, cycle_s, rollout_s, pause, groups, room)
+                forced, credit = _stragglers(s, w, full, train_s, early_s, rollout_s, pause, groups, room)
                 staleness, reason = min(ahead, natural + credit), "stragglers"
             if forced > 1.001 * period:
                 period, binds = forced, reason
             idle_servers = _idle(s, w, full, period, started)
         case "queue_drop":
-            in_queue = in_queue_staleness(rho=rho, q=s.queue)
+            in_queue = in_queue_staleness(rho=rho if rho >= 1.0 else in_queue, q=s.queue)
             staleness = pre_queue + in_queue
         case "queue_max":
             for _ in range(5):  # what is trained is shorter, and so is the cycle
                 period, staleness, trained_length = _queue_max(s, w, episode_s, x, cycle_s, rollout_s, pause)
-                train_s = s.fixed_s + batch * (w.observed + w.generated * trained_length) / trained_per_s
-                cycle_s = train_s + s.prepare_s + s.deliver_s
+                train_s = s.train_s(batch * (w.observed + w.generated * trained_length))
+                cycle_s = s.cycle_s(train_s)
             period = max(period, cycle_s)
             if period > 1.001 * max(cycle_s, rollout_s):
                 binds = "eviction"
@@ -256,7 +280,8 @@ def predict(s: System, w: Workload) -> Prediction:
         v_r=full.rate * w.generated * trained_length * batch / started,
         v_t=batch_tokens / (train_s - s.fixed_s),
         fixed_s=s.fixed_s + s.prepare_s,
-        update_s=s.deliver_s,
+        update_s=0.0 if s.overlaps else s.deliver_s,
+        pause_s=s.deliver_s if s.overlaps else 0.0,
     )
     return Prediction(
         per_server=full.n,
@@ -288,19 +313,44 @@ def predict(s: System, w: Workload) -> Prediction:
     )
 
 
-def _wave(s: System, w: Workload, groups: int, most: float) -> float:
-    """Seconds until the groups of a batch have ended that begin together on idle servers."""
+def _early(s: System, w: Workload, train_s: float, groups: int, x: float) -> float:
+    """Seconds of a step that can be trained before its batch is complete, if there is time: not its last group, the
+    longest as a rule, and not what waits for more to be trained with it."""
+    if not s.streamed or groups < 2:
+        return 0.0
+    begun = groups + s.redundant
+    before = w.worked(w.ranked(groups - 1, begun, x), x) / math.prod(w.ended_within(w.ranked(groups, begun, x), x))
+    waits_s = s.train_s(s.part_tokens) - s.fixed_s
+    return max(0.0, min(s.streamed, before) * (train_s - s.fixed_s) - waits_s)
+
+
+class _Wave(Record, frozen=True, kw_only=True):
+    """Groups of a batch that begin together: seconds until all have ended, and some moments with the share of their
+    tokens that has ended before."""
+
+    span: float
+    ended: list[tuple[float, float]]
+
+    def trained(self, seconds: float, share: float) -> float:
+        """Of the ``seconds`` that they take to train, what can be done within the span if the first ``share`` may be: a
+        trainer is behind at its end by the most that came after some moment and could not be trained since."""
+        behind = (seconds * max(0.0, share - done) - (self.span - at) for at, done in self.ended)
+        return seconds * share - max(0.0, *behind)
+
+
+def _wave(s: System, w: Workload, groups: int, most: float) -> _Wave:
+    """Of groups that begin on idle servers."""
     size = w.members
     total = (groups + s.redundant) * size
     slots = min(s.episodes, total)
     if not w.wait:
         slots = min(slots, int(s.servers * most))
 
-    def span(pace: _Pace) -> float:
+    def span(pace: _Pace, count: int = groups) -> float:
         if slots < total:
-            ratio = w.makespan(groups * size, slots, pace.x)
+            ratio = w.makespan(count * size, slots, pace.x)
         else:
-            ratio = w.ranked(groups, groups + s.redundant, pace.x)
+            ratio = w.ranked(count, groups + s.redundant, pace.x)
         return ratio * pace.episode_s
 
     def surplus(n: float) -> float:
@@ -308,37 +358,60 @@ def _wave(s: System, w: Workload, groups: int, most: float) -> float:
         work = groups * w.shape.group_size * w.held(pace.x) * w.generated * pace.token_s
         return work / (span(pace) * s.servers) - n
 
-    return span(_pace(s, w, _root(surplus, 0.0, min(most, slots / s.servers))))
+    pace = _pace(s, w, _root(surplus, 0.0, min(most, slots / s.servers)))
+    last = span(pace)
+    ended = [(0.0, 0.0)]
+    for k in sorted({1, *(groups * i // 8 for i in range(1, 8))} - {0}) if s.streamed else ():
+        at = span(pace, k)
+        done = k / groups if slots < total else w.worked(at / pace.episode_s, pace.x)
+        ended.append((at, done))
+    if slots >= total:
+        whole = math.prod(w.ended_within(last / pace.episode_s, pace.x))
+        ended = [(at, done / whole) for at, done in ended]
+    return _Wave(span=last, ended=ended)
 
 
 def _stragglers(
-    s: System, w: Workload, full: _Pace, cycle_s: float, rollout_s: float, pause: float, groups: int, room: float
+    s: System,
+    w: Workload,
+    full: _Pace,
+    train_s: float,
+    early_s: float,
+    rollout_s: float,
+    pause: float,
+    groups: int,
+    room: float,
 ) -> tuple[float, float]:
-    """(period, batches that rollout is ahead by) where step v waits for the longest group of version v − ⌈α⌉. The
-    switches' times are
+    """(period, batches that rollout is ahead by) where step v waits for the longest group of version v − ⌈α⌉. With f(v)
+    when the trainer is free for it, its batch is complete at b(v), and version v + 1 is on the servers at the switch
 
-        s(v + 1)  =  cycle + max(s(v) + max(0, rollout − c(v) − cycle), s(v − ⌈α⌉) + X + ⌈α⌉·pause),
+        b(v)      =  max(f(v), b(v − 1) + rollout − c(v), s(v − ⌈α⌉) + X + ⌈α⌉·pause)
+        s(v + 1)  =  max(b(v) + train − min(early, b(v) − f(v)), s(v)) + prepare + arrive + deliver,
 
-    X drawn anew for each version. Where every step waits, its mean is Eq. 2 of core/theory/runtime.py; chance makes the
-    period longer. While a step waits rollout gets ahead, which is the credit c, as long as the cap lets it: at most by
-    ``room`` batches beyond the natural staleness. Below α = 1 step v also needs a share 1 − α of the groups that
-    version v begins. X is at the speed of as many sequences as the period lets run; each update on their way costs
-    them ``pause``.
+    X drawn anew for each version. The trainer is free again at the switch, or with ``overlap`` after preparing. Where
+    every step waits, the mean is Eq. 2 of core/theory/runtime.py; chance makes the period longer. While a step waits
+    rollout gets ahead, which is the credit c, as long as the cap lets it: at most by ``room`` batches beyond the
+    natural staleness. Below α = 1 step v also needs a share 1 − α of the groups that version v begins. X is at the
+    speed of as many sequences as the period lets run; each update on their way costs them ``pause``.
     """
     behind, begun = math.ceil(s.bound), groups + s.redundant
     needed = math.ceil((1.0 - s.bound) * groups - 1e-9)
     pace, period, ahead = full, rollout_s, 0.0
     for _ in range(4):  # a contraction: the period hardly depends on the speed
         switches, credit, total = [rollout_s * (i - behind) for i in range(behind + 1)], 0.0, 0.0
+        free, complete = 0.0, -train_s
         longest = w.draws(groups, begun, pace.x)
-        own = w.draws(needed, begun, pace.x) if needed > 0 else [0.0] * len(longest)
+        own = w.draws(needed, begun, pace.x) if needed > 0 else [-math.inf] * len(longest)
         skipped = len(longest) // 8
         for i, (span, first) in enumerate(zip(longest, own, strict=True)):
-            last = switches[-1]
-            ready = last + max(rollout_s - credit - cycle_s, first * pace.episode_s, 0.0)
+            last, before = switches[-1], complete
             ended = switches[-1 - behind] + span * pace.episode_s + behind * pause
-            switches.append(cycle_s + max(ready, ended))
-            credit = min(max(0.0, credit + switches[-1] - last - rollout_s), room * rollout_s)
+            complete = max(free, before + rollout_s - credit, last + first * pace.episode_s, ended)
+            trained = complete + train_s - min(early_s, complete - free)
+            prepared = max(trained, last) + s.prepare_s
+            switches.append(prepared + s.arrive_s + s.deliver_s)
+            free = prepared if s.overlaps else switches[-1]
+            credit = min(max(0.0, credit + complete - before - rollout_s), room * rollout_s)
             total += credit if i >= skipped else 0.0
         start = behind + skipped
         period = (switches[-1] - switches[start]) / (len(switches) - 1 - start)
@@ -413,54 +486,3 @@ def _queue_max(
     period = _root(missing, low, high)
     _, length, stale = passed(period, 0.0)
     return period, stale, length
-
-
-# --- what else could be done ------------------------------------------------------------------------------------------
-
-
-def with_split(s: System, servers: int) -> System:
-    """The same GPUs with ``servers`` servers, the rest for training; weight updates as ``speeds`` says."""
-    split = msgspec.structs.replace(s, servers=servers, trainer_gpus=s.gpus - servers * s.server_gpus)
-    if s.speeds is None:
-        return split
-    return msgspec.structs.replace(
-        split,
-        prepare_s=seconds_to_prepare(s.speeds, s.transport) + seconds_to_arrive(s.speeds, s.transport, servers),
-        deliver_s=seconds_to_deliver(s.speeds, s.transport, servers) + s.load_s,
-    )
-
-
-def splits(s: System, most: int = 32) -> list[System]:
-    """The same GPUs in every split between rollout and training, at most about ``most`` of them, evenly."""
-    count = (s.gpus - 1) // s.server_gpus
-    stride = max(1, math.ceil(count / most))
-    chosen = {*range(stride, count + 1, stride), count, s.servers}
-    return [with_split(s, servers) for servers in sorted(chosen) if servers >= 1]
-
-
-def best_split(s: System, w: Workload) -> System:
-    """The split with most trajectories a second; of equals (within 0.1 %) the one with least staleness."""
-
-    def fastest(candidates: list[System]) -> System:
-        found = [(predict(c, w), c) for c in candidates]
-        top = max(p.trajectories_per_s for p, _ in found)
-        return min(((p.staleness, i, c) for i, (p, c) in enumerate(found) if p.trajectories_per_s >= 0.999 * top))[2]
-
-    coarse = splits(s)
-    best = fastest(coarse)
-    position = coarse.index(best)
-    low = coarse[max(0, position - 1)].servers
-    high = coarse[min(len(coarse) - 1, position + 1)].servers
-    if high - low <= 2:
-        return best
-    return fastest([with_split(s, servers) for servers in range(low, high + 1)])
-
-
-def best_bound(s: System, w: Workload, *, of_most: float = 0.98, largest: int = 64) -> int:
-    """The smallest whole α with ``of_most`` of the throughput of ``largest`` (in-flight cap)."""
-
-    def rate(alpha: int) -> float:
-        return predict(msgspec.structs.replace(s, bound=float(alpha)), w).trajectories_per_s
-
-    enough = of_most * rate(largest)
-    return bisect_left(range(largest), True, key=lambda alpha: rate(alpha) >= enough)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from itertools import accumulate
 from operator import mul
@@ -169,6 +169,11 @@ class Workload:
         node = self._nearest(x)
         count = bisect_right(node.tops, span)
         return count / len(node.tops), node.lengths_within[count] / count if count else 0.0
+
+    def worked(self, span: float, x: float) -> float:
+        """Share of all tokens that are of groups which end before ``span`` · E[D]."""
+        node = self._nearest(x)
+        return node.lengths_within[bisect_left(node.tops, span)] / len(node.tops)
 
     # --- the nodes
 

@@ -16,7 +16,8 @@ from asyncrl.build.past import read_past
 from asyncrl.build.plan import kept_share, levers, plan, plan_from_run, shape_of, system_of
 from asyncrl.build.simulate import simulate
 from asyncrl.config import Recipe, RecipeError, load_table
-from asyncrl.core.planning import best_bound, predict, splits
+from asyncrl.core.choices import best_bound, splits
+from asyncrl.core.planning import predict
 from asyncrl.core.workload import Workload
 from asyncrl.observe.run_dir import METRICS, TRAJECTORIES, RunDirError, read_lines
 
@@ -67,6 +68,10 @@ def played(settings: Recipe, run_dir: Path) -> Path:
 
 CAP, DROP, MAX = ({"staleness": {"control": name}} for name in ("inflight_cap", "queue_drop", "queue_max"))
 SLOW_TRAINER = {"sim": {"trainer": {"tokens_per_s": 1000.0}}}
+SLOWER_TRAINER = {"sim": {"trainer": {"tokens_per_s": 2000.0}}}
+STREAM = {"trainer": {"stream": True, "micro_batch_tokens": 1}}
+LARGE = {"sim": {"weights": {"gigabytes": 30.0}}}
+ALTERNATING = {"update": {"overlap": False}}
 
 
 def bound(value: float) -> dict[str, Any]:
@@ -88,6 +93,10 @@ def bound(value: float) -> dict[str, Any]:
         pytest.param([bound(0.0), {"rollout": {"num_envs": 16}}], 0.0, id="two rounds of a batch"),
         pytest.param([bound(1.0), AGENT], 0.05, id="agents"),
         pytest.param([DROP, AGENT], 0.12, id="agents and a queue"),
+        pytest.param([bound(0.0), SLOWER_TRAINER, STREAM], 0.0, id="sync, streamed"),
+        pytest.param([bound(1.0), AGENT, SLOWER_TRAINER, STREAM], 0.05, id="agents, streamed"),
+        pytest.param([bound(3.0), SLOW_TRAINER, LARGE], 0.02, id="large weights, beside training"),
+        pytest.param([bound(3.0), SLOW_TRAINER, LARGE, ALTERNATING], 0.02, id="large weights, after training"),
     ],
 )
 def test_the_prediction_agrees_with_a_simulation(tmp_path: Path, changes: list[dict[str, Any]], staleness: float):

@@ -7,10 +7,11 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
+from asyncrl.core.choices import best_bound, best_split, splits, with_split
 from asyncrl.core.cost_model import CostModel
 from asyncrl.core.distributions import Constant, LogNormal
 from asyncrl.core.observed import Control
-from asyncrl.core.planning import System, best_bound, best_split, predict, splits, with_split
+from asyncrl.core.planning import System, _Wave, predict
 from asyncrl.core.theory.staleness import mean_staleness, tailness_multiplier
 from asyncrl.core.transfer import seconds_to_deliver, seconds_to_prepare
 from asyncrl.core.types import Record
@@ -36,7 +37,11 @@ SYSTEM = System(
 
 
 def changed(**fields: Any) -> System:
-    return msgspec.structs.replace(SYSTEM, **fields)
+    return replaced(SYSTEM, **fields)
+
+
+def replaced(system: System, **fields: Any) -> System:
+    return msgspec.structs.replace(system, **fields)
 
 
 # --- closed forms -----------------------------------------------------------------------------------------------------
@@ -73,6 +78,35 @@ def test_asynchronous_training_of_equal_lengths_is_as_fast_as_its_slower_side():
     slow_trainer = predict(msgspec.structs.replace(base, fixed_s=30.0), work)
     assert slow_trainer.period == slow_trainer.cycle_s == slow_trainer.shortest
     assert (slow_trainer.binds, slow_trainer.staleness) == ("trainer", 4.0)
+
+
+def test_what_training_binds_has_the_delivery_beside_it_where_older_groups_may_be_trained():
+    base = changed(bound=4.0, fixed_s=300.0, prepare_s=1.0, arrive_s=2.0, deliver_s=3.0)
+    apart, beside = predict(base, WORK), predict(replaced(base, overlap=True), WORK)
+    assert apart.period == apart.train_s + 6.0
+    assert beside.period == beside.train_s + 1.0 == beside.shortest
+    assert beside.staleness == apart.staleness == pytest.approx(4.0)
+    slow = replaced(base, overlap=True, arrive_s=500.0)
+    assert predict(slow, WORK).period == 1.0 + 503.0  # each delivery waits for the one before
+    for other in (replaced(base, bound=0.0), replaced(base, control="queue_drop")):
+        assert predict(replaced(other, overlap=True), WORK) == predict(other, WORK)
+
+
+def test_what_streaming_saves_is_what_could_be_trained_while_others_ran():
+    wave = _Wave(span=10.0, ended=[(0.0, 0.0), (4.0, 0.25), (8.0, 0.5)])
+    assert wave.trained(8.0, 1.0) == 6.0  # 4 seconds' worth comes within the last 2
+    assert wave.trained(8.0, 0.5) == 4.0
+    assert wave.trained(20.0, 1.0) == 10.0  # it never waits
+    sync = changed(bound=0.0, fixed_s=10.0)
+    whole, half, all_ = (predict(replaced(sync, streamed=share), WORK) for share in (0.0, 0.5, 1.0))
+    saved = whole.period - half.period
+    assert saved == pytest.approx(0.5 * (whole.train_s - 10.0), rel=0.01)
+    assert saved < whole.period - all_.period < 0.95 * (whole.train_s - 10.0)
+    part = predict(replaced(sync, streamed=1.0, part_tokens=20_000), WORK)
+    assert part.period == pytest.approx(all_.period + 1.0)
+    # Groups that end at the same moment leave nothing to begin with.
+    equal = Workload(msgspec.structs.replace(SHAPE, lengths=Constant(value=1000.0)))
+    assert predict(replaced(sync, streamed=1.0), equal).period == predict(sync, equal).period
 
 
 def test_half_the_time_in_the_environment_halves_what_is_on_servers():

@@ -89,19 +89,20 @@ def needed_alpha(*, concurrency: float, batch: float, tailness: float, batch_tai
 
 
 def no_bubble_period(
-    *, batch_tokens: float, v_r: float, v_t: float, fixed_s: float = 0.0, update_s: float = 0.0
+    *, batch_tokens: float, v_r: float, v_t: float, fixed_s: float = 0.0, update_s: float = 0.0, pause_s: float = 0.0
 ) -> float:
-    """Shortest possible seconds a step: update + max(tokens/v_R, tokens/v_T + fixed).
+    """Shortest possible seconds a step: update + max(tokens/v_R + pause, tokens/v_T + fixed).
 
     ``batch_tokens`` are what a batch holds; ``v_r`` tokens/s of all servers with every slot in use; ``v_t`` tokens/s of
     the trainer; ``fixed_s`` seconds of a train step that do not depend on tokens; ``update_s`` seconds of a weight
-    update in which *neither* side works (0 for a transport that lets both go on). Each side must do a batch's work a
-    step, and neither works during the update, so no schedule is shorter.
+    update in which *neither* side works (0 for a transport that lets both go on), ``pause_s`` those in which only the
+    servers stand still. Each side must do a batch's work a step, so no schedule is shorter.
     """
     require_positive("no-bubble period", batch_tokens=batch_tokens, v_r=v_r, v_t=v_t)
-    if not 0.0 <= fixed_s < math.inf or not 0.0 <= update_s < math.inf:
-        raise ValueError(f"fixed_s = {fixed_s:g}, update_s = {update_s:g}; give seconds, at least 0")
-    return update_s + max(batch_tokens / v_r, batch_tokens / v_t + fixed_s)
+    if not all(0.0 <= seconds < math.inf for seconds in (fixed_s, update_s, pause_s)):
+        given = f"fixed_s = {fixed_s:g}, update_s = {update_s:g}, pause_s = {pause_s:g}"
+        raise ValueError(f"{given}; give seconds, at least 0")
+    return update_s + max(batch_tokens / v_r + pause_s, batch_tokens / v_t + fixed_s)
 
 
 def bubble(*, period: float, shortest: float) -> float:
