@@ -178,7 +178,8 @@ class Coordinator:
             if gain is None:
                 continue
             n, kv = source.running - request.slots, max(0, source.kv_tokens - request.tokens)
-            if gain > self.cost.use(source.running, source.kv_tokens) - self.cost.use(n, kv):
+            loss = (self.cost.use(source.running, source.kv_tokens) - self.cost.use(n, kv)) / source.slowness
+            if gain > loss:
                 source.lose(request)
                 target.take(request)
                 moves.append(request)

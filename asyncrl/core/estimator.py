@@ -47,24 +47,27 @@ class Estimator:
         self.count = 0
         """Observations so far."""
 
-    def add(self, *, n: float, kv: float, tokens: float, prefill: float, seconds: float) -> None:
+    def add(self, *, n: float, kv: float, tokens: float, prefill: float, seconds: float) -> float:
         """In ``seconds`` a server that ran ``n`` sequences in ``kv`` tokens, on average, generated ``tokens`` and
-        prefilled ``prefill`` tokens, and was never idle. Raises ``ValueError`` for numbers that cannot be."""
+        prefilled ``prefill`` tokens, and was never idle. Returns how many times as long as foretold that is. Raises
+        ``ValueError`` for numbers that cannot be."""
         if not (seconds > 0.0 and n >= 0.0 and kv >= 0.0 and tokens >= 0.0 and prefill >= 0.0):
             raise ValueError(f"an observation of n={n}, kv={kv}, {tokens} tokens, {prefill} prefilled in {seconds} s")
         steps = tokens / n if n else 0.0
         row = [steps * kv, steps * max(self._breakpoint, n), steps, prefill]
         row = [x * unit / seconds for x, unit in zip(row, self._units, strict=True)]
         if not any(row):
-            return  # nothing was computed
+            return 1.0  # nothing was computed
+        foretold = _dot(row, self._ratios)
         self._weight = self._kept * self._weight + 1.0
-        self._errors = self._kept * self._errors + abs(_dot(row, self._ratios) - 1.0)
+        self._errors = self._kept * self._errors + abs(foretold - 1.0)
         self.count += 1
         for i in range(SIZE):
             self._target[i] = self._kept * self._target[i] + row[i]
             for j in range(SIZE):
                 self._normal[i][j] = self._kept * self._normal[i][j] + row[i] * row[j]
         self._ratios = self._solve()
+        return 1.0 / foretold if foretold else 1.0
 
     @property
     def cost(self) -> CostModel:

@@ -38,6 +38,8 @@ class InstanceSnapshot(Record, frozen=True, kw_only=True):
     """The same of ``Interrupt`` commands."""
     generated: int = 0
     """Tokens since the run began."""
+    slowness: float = 1.0
+    """Times as long as the cost model says that its steps take."""
     pulling: bool = False
     """It is being given weights; ``version`` is still the old one."""
     pinned: bool = False

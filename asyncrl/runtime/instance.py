@@ -37,6 +37,7 @@ class Instance:
         "rids",
         "routed",
         "running",
+        "slowness",
         "streams",
         "tokens",
         "up",
@@ -53,6 +54,8 @@ class Instance:
         self.tokens = 0
         self.generated = self.prefilled = 0
         """Tokens since the run began; prefilled ones without the prefixes that it held."""
+        self.slowness = 1.0
+        """Times as long as the cost model says that its steps take (runtime/meter.py)."""
         self.queued = 0
         """Of ``running``, those that waited inside the server when it was last asked."""
         self.attention_at = math.inf
@@ -110,6 +113,7 @@ class Instance:
             routed=self.routed,
             interrupted=self.interrupted,
             generated=self.generated,
+            slowness=self.slowness,
             pulling=self.pulling,
             pinned=self.pinned,
         )

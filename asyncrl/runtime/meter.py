@@ -3,7 +3,7 @@
 An observation is a stretch in which a server was never idle, took no weights and did at least ``steps`` decode steps:
 its mean load, what it generated and prefilled, and the seconds. It is made of the proxy's books at the end of each of
 the coordinator's rounds, and there is a round whenever a request comes or goes. What a round has just routed runs, and
-is prefilled, from then on.
+is prefilled, from then on. The model is one for all servers; by how much each takes longer is in its books.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from __future__ import annotations
 from asyncrl.core.cost_model import CostModel
 from asyncrl.core.estimator import Estimator
 from asyncrl.runtime.instance import Instance
+
+FORGETS = 0.2
+"""Weight of the newest observation in a server's slowness; an idle one loses as much of it in the same time."""
 
 
 class _Stretch:
@@ -42,6 +45,9 @@ class Meter:
         """The server's books as they are now; True if an observation is complete, so that ``cost`` is another."""
         stretch = self._stretches.get(instance.name)
         prefilled = stretch.given if stretch is not None else 0
+        if stretch is not None and stretch.n <= 0:  # else one without work would be thought slow for ever
+            observations = (now - stretch.at) / (self._steps * (self.cost.step(1, 0) or 1.0))
+            instance.slowness = 1.0 + (instance.slowness - 1.0) * (1.0 - FORGETS) ** observations
         if stretch is None or stretch.n <= 0 or instance.pulling or not instance.up:
             self._stretches[instance.name] = _Stretch(instance, now, prefilled)
             return False
@@ -51,13 +57,14 @@ class Meter:
         seconds, tokens = now - stretch.since, instance.generated - stretch.generated
         if not stretch.n_s or tokens * seconds < self._steps * stretch.n_s:
             return False
-        self._estimator.add(
+        slowness = self._estimator.add(
             n=stretch.n_s / seconds,
             kv=stretch.kv_s / seconds,
             tokens=tokens,
             prefill=prefilled - stretch.prefilled,
             seconds=seconds,
         )
+        instance.slowness += FORGETS * (slowness - instance.slowness)
         self._stretches[instance.name] = _Stretch(instance, now, prefilled)
         return True
 

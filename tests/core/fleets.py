@@ -95,6 +95,7 @@ def servers(draw: st.DrawFn, slots: int = 1) -> list[InstanceSnapshot]:
                 pulling=draw(st.integers(0, 7)) == 0,
                 pinned=draw(st.integers(0, 7)) == 0,
                 max_running=draw(st.sampled_from([1, 4, 64])),
+                slowness=draw(st.sampled_from([1.0, 1.0, 1.0, 2.0])),
                 max_tokens=draw(st.sampled_from([60_000, 100_000, 400_000])),
             )
         )

@@ -86,7 +86,8 @@ def compute_marginal_gain(
         prefill = t.tokens - held
     else:
         prefill = t.tokens + i.kv_cache * pull_share
-    return use(cost, i.n + t.slots, i.kv_cache + t.tokens, prefill * spread) - use(cost, i.n, i.kv_cache)
+    gain = use(cost, i.n + t.slots, i.kv_cache + t.tokens, prefill * spread) - use(cost, i.n, i.kv_cache)
+    return gain / i.snapshot.slowness  # asyncrl's
 
 
 def levels(ts_trajs: list[RequestView]) -> list[list[RequestView]]:
@@ -198,4 +199,4 @@ def migration_strategy(
 
 
 def step(cost: CostModel, i: Inst) -> float:
-    return cost.k1 * i.kv_cache + max(cost.k2, cost.k3 * max(1, i.n)) + cost.k4
+    return i.snapshot.slowness * (cost.k1 * i.kv_cache + max(cost.k2, cost.k3 * max(1, i.n)) + cost.k4)

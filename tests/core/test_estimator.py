@@ -54,6 +54,14 @@ def test_before_anything_is_seen_it_is_the_starting_model() -> None:
     assert estimator.error is None and estimator.count == 0
 
 
+def test_it_says_how_much_longer_than_foretold_something_took() -> None:
+    step = START.step(10, 10_000)
+    for factor in (1.0, 3.0):
+        estimator = Estimator(START)
+        seen = estimator.add(n=10, kv=10_000, tokens=1_000, prefill=0, seconds=factor * 100 * step)
+        assert seen == pytest.approx(factor)
+
+
 def test_it_finds_a_server_that_is_unlike_the_starting_model() -> None:
     truth = CostModel(k1=2e-7, k2=1.72e-3, k3=1.25e-4, k4=2e-2, k5=6e-5)
     estimator = Estimator(START)

@@ -25,7 +25,7 @@ def test_it_migrates_as_the_literal_algorithm_does(
     if found.pair is not None:
         slow, fast = found.pair
         assert fast.version >= slow.version and not slow.waiting and not fast.waiting
-        steps = [COST.step(max(1, load.running), load.kv_tokens) for load in (slow, fast)]
+        steps = [load.slowness * COST.step(max(1, load.running), load.kv_tokens) for load in (slow, fast)]
         assert steps[0] / steps[1] == pytest.approx(gap)
 
 
@@ -59,6 +59,11 @@ def test_requests_do_not_go_to_older_servers() -> None:
     assert names([slow, server("b", 0), server("c", 1, has(8, 20_000))]) == ("a", "c")
     assert names([slow, server("b", 0)]) is None
     assert names([slow, server("b", 2)]) == ("a", "b")
+
+
+def test_a_server_that_is_slow_of_itself_gives_to_others() -> None:
+    fleet = [server("a", 0, has(8, 10_000), slowness=2.0), server("b", 0, has(9, 10_000))]
+    assert names(fleet) == ("a", "b")
 
 
 def test_vanilla_servers_keep_what_they_have() -> None:

@@ -115,6 +115,15 @@ def test_groups_start_up_to_the_pace_and_what_has_started_goes_on() -> None:
     assert routed([server("a", 0)], [first], {0: 1}, pace=0.0001) == [("a", 0)], "an idle server takes any"
 
 
+def test_a_server_that_is_slower_gets_less_work() -> None:
+    waiting = [RequestView(id=i, sequence=i, v_traj=0, tokens=4_000) for i in range(40)]
+    shares = []
+    for slowness in (1.0, 2.0, 4.0):
+        fleet = [server("a", 0, slowness=slowness, max_tokens=10**6), server("b", 0, max_tokens=10**6)]
+        shares.append(sum(name == "a" for name, _ in routed(fleet, waiting, {})))
+    assert shares[0] == 20 > shares[1] > shares[2] > 0
+
+
 @given(
     instances=servers(slots=3),
     waiting=requests(0, 12, slots=3),

@@ -119,6 +119,25 @@ def test_a_pull_that_fails_takes_one_server_out_and_the_others_go_on() -> None:
     assert simulation.engines[0].version == settings.run.steps, "it came back and caught up"
 
 
+def test_a_server_that_becomes_slower_gets_less_work() -> None:
+    """By requests alone both would have as many at a time, whatever they take."""
+    settings = busy(
+        engine={"count": 2, "max_running_requests": 24, "max_total_tokens": 10**5, "stream_interval": 4},
+        rollout={"max_new_tokens": 600, "max_tokens": 1_000},
+        sim={"lengths": {"kind": "lognormal", "mean": 300, "tailness": 30}},
+    )
+
+    async def slow(simulation: Simulation) -> None:
+        simulation.engines[0].slow(4.0)
+
+    has: Counter[str] = Counter()
+    simulation = play(settings, slow)
+    check_laws(settings, simulation)
+    for track, begin, end, *_ in spans(simulation, "generate"):
+        has[track] += end - begin
+    assert has["server 0"] < 0.7 * has["server 1"]
+
+
 def test_requests_migrate_with_their_tokens_and_the_trace_shows_it() -> None:
     """The check of sim/invariants.py counts the tokens of each response."""
     settings = busy(

@@ -29,6 +29,7 @@ class Load:
         self.kv_tokens = instance.kv_tokens
         self.waiting = instance.waiting
         self.generated = instance.generated
+        self.slowness = instance.slowness
         self.max_running = instance.max_running
         self.max_tokens = instance.max_tokens
         self.requests: dict[int, RequestView] = instance.requests

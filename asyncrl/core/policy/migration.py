@@ -54,7 +54,7 @@ def by_throughput(loads: Sequence[Load], cost: CostModel, limits: Limits) -> Mig
             excess.append((load, list(islice(reversed(load.requests.values()), load.waiting - limits.phi_wait))))
         if load.waiting:
             continue
-        step = cost.step(max(1, load.running), load.kv_tokens)
+        step = load.slowness * cost.step(max(1, load.running), load.kv_tokens)
         version = load.version
         if version not in slowest or step > slowest[version][0]:
             slowest[version] = (step, load)

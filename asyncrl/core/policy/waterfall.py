@@ -58,6 +58,7 @@ class _Servers:
         "_names",
         "_pulls",
         "_rows",
+        "_slowness",
         "_work",
     )
 
@@ -69,6 +70,7 @@ class _Servers:
         self._names = {load.name: row for row, load in enumerate(self._loads)}
         size = len(self._loads)
         self._kv, self._more, self._matmul, self._lost, self._work, self._gains = (np.empty(size) for _ in range(6))
+        self._slowness = np.array([load.slowness for load in self._loads])
         self._max_tokens = np.array([load.max_tokens for load in self._loads], dtype=float)
         self._longest = math.inf
         """Of the requests that fit on every server."""
@@ -114,6 +116,7 @@ class _Servers:
         gains += prefill
         np.divide(work, gains, out=gains)
         gains -= self._lost
+        gains /= self._slowness
         if too_long is not None:
             gains[too_long] = -math.inf
         home = None if request.home is None or self._pulls else self._names.get(request.home)
@@ -139,7 +142,7 @@ def gain_of(cost: CostModel, request: RequestView, load: Load, spread: float, *,
     has = load.name == request.home and load.version == request.after and not pulls
     held = request.prefix if has else 0
     prefill = request.tokens - held + load.kv_tokens * pulls
-    return cost.gain(load.running, load.kv_tokens, request.tokens, request.slots, prefill * spread)
+    return cost.gain(load.running, load.kv_tokens, request.tokens, request.slots, prefill * spread) / load.slowness
 
 
 class Waterfall:
@@ -191,7 +194,8 @@ class Waterfall:
         """A group starts only where its longest response would be in time."""
         if not load.running or self._admission.v_traj(request) is not None:
             return True
-        return self._cost.step(load.running + request.slots, load.kv_tokens + request.tokens) <= self._pace
+        step = self._cost.step(load.running + request.slots, load.kv_tokens + request.tokens)
+        return load.slowness * step <= self._pace
 
     def placed(self, load: Load) -> None:
         self._versions[load.version].update(load)
