@@ -237,8 +237,9 @@ def _parquet_rows(file: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
         raise RecipeError(f"{key}: {file}: not a Parquet file: {str(error).splitlines()[0]}") from None
 
 
-def check_model(path: str) -> str:
-    """The ``model_type`` of a model folder. Raises ``RecipeError`` if it is none."""
+def check_model(path: str) -> tuple[str, int]:
+    """The ``model_type`` of a model folder, and how many token ids the model knows. Raises ``RecipeError`` if it is
+    none."""
     folder = Path(path)
     if not path:
         raise RecipeError("model.path: not set; name a folder in Hugging Face format")
@@ -246,7 +247,8 @@ def check_model(path: str) -> str:
         raise RecipeError(f"model.path: no folder {folder}; make it with save_pretrained, or set setup.script")
     config = folder / "config.json"
     try:
-        model_type = json.loads(config.read_text()).get("model_type")
+        table = json.loads(config.read_text())
+        model_type = table.get("model_type")
     except OSError:
         raise RecipeError(f"model.path: no config.json in {folder}; give a folder in Hugging Face format") from None
     except (ValueError, AttributeError):
@@ -255,4 +257,7 @@ def check_model(path: str) -> str:
         raise RecipeError(f"model.path: {config} names no model_type")
     if not any(folder.glob("*.safetensors")):
         raise RecipeError(f"model.path: no .safetensors file in {folder}")
-    return model_type
+    vocabulary = {**table, **table.get("text_config", {})}.get("vocab_size")
+    if not isinstance(vocabulary, int):
+        raise RecipeError(f"model.path: {config} names no vocab_size")
+    return model_type, vocabulary

@@ -13,98 +13,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
+
+from processes import ALWAYS, COMMANDS, Run, kill
 
 from asyncrl.build.fit import machine
 from asyncrl.config import load
 from asyncrl.observe.run_dir import METRICS, read_lines
 from asyncrl.observe.summary import read_summary
 
-COMMANDS = {
-    "server": ("asyncrl.serve", "sglang"),
-    "trainer": ("asyncrl.train.worker",),
-    "env": ("env_workers.nursery",),
-}
-"""What the command line of such a process holds. Workers of the environments are forks of a nursery."""
-ALWAYS = (
-    "run.steps=1000000",
-    "run.eval_tasks=1",
-    "run.trace_requests=false",
-    "run.checkpoint_every=20",
-    "engine.restarts=1000000",
-    "engine.restart_backoff_s=0.2",
-    "trainer.restarts=1000000",
-    "trainer.restart_backoff_s=0.2",
-)
-STARTED_S = 600.0
 ENDED_S = 120.0
 FIRST_LAST = 10
-
-
-class Run:
-    """``asyncrl train`` in a process of its own; all of its processes carry its mark in their environment."""
-
-    def __init__(self, recipe: Path, run_dir: Path, settings: list[str]) -> None:
-        self.run_dir = run_dir
-        self.output = run_dir.with_suffix(".log")
-        self._mark = f"ASYNCRL_SOAK={run_dir}".encode()
-        overrides = [word for setting in settings for word in ("--set", setting)]
-        command = [sys.executable, "-m", "asyncrl.cli", "train", str(recipe), "--run-dir", str(run_dir), *overrides]
-        with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "ASYNCRL_SOAK": str(run_dir)},
-                start_new_session=True,
-            )
-
-    def processes(self) -> Iterator[tuple[int, str]]:
-        """Every other process of the run: its number and command line."""
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdecimal() and int(entry.name) != self.process.pid:
-                try:
-                    if self._mark in (entry / "environ").read_bytes().split(b"\0"):
-                        yield int(entry.name), (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                except OSError:  # it has just ended
-                    continue
-
-    def of(self, kind: str) -> list[int]:
-        found = sorted(pid for pid, command in self.processes() if any(word in command for word in COMMANDS[kind]))
-        return [pid for pid in found if _parent(pid) in found] if kind == "env" else found
-
-    def steps(self) -> int:
-        file = self.run_dir / METRICS
-        return file.read_bytes().count(b"\n") if file.exists() else 0
-
-    def controller_mb(self) -> float:
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(status.partition("VmRSS:")[2].split()[0]) / 1024
-
-    def wait_for_steps(self, count: int) -> None:
-        deadline = time.monotonic() + STARTED_S
-        while self.steps() < count:
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                sys.exit(f"the run did not come to step {count}:\n{self.output.read_text()[-2000:]}")
-            time.sleep(0.5)
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
 
 
 def soak(recipe: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -120,15 +46,14 @@ def soak(recipe: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]
             time.sleep(min(args.every * rng.uniform(0.5, 1.5), max(0.0, ends - time.monotonic())))
             kind = rng.choice(args.kill)
             if (found := run.of(kind)) and time.monotonic() < ends:
-                os.kill(rng.choice(found), signal.SIGKILL)
+                kill(rng.choice(found))
                 killed[kind] += 1
             if run.process.poll() is None:
                 memory.append(run.controller_mb())
-        run.process.send_signal(signal.SIGINT)
-        run.process.wait(ENDED_S)
+        run.interrupt(ENDED_S)
     finally:
-        for pid in [run.process.pid, *(pid for pid, _ in run.processes())] if run.process.poll() is None else []:
-            os.kill(pid, signal.SIGKILL)
+        if run.process.poll() is None:
+            run.kill()
     left = list(run.processes())
     text = run.output.read_text()
     print(text[-1500:])

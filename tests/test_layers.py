@@ -258,6 +258,18 @@ def test_no_error_is_swallowed_whole(file: Path) -> None:
             assert not broad & {ast.unparse(a) for a in node.args}, f"{file}:{node.lineno}"
 
 
+WALL_CLOCK = {"time.time", "time.time_ns", "time.localtime", "time.gmtime", "datetime.now", "datetime.utcnow"}
+TELLS_THE_TIME = {"cli.py": "a run is named after it, and its summary tells it", "build/status.py": "so are reports"}
+
+
+@pytest.mark.parametrize("file", MODULES, ids=name_of)
+def test_nothing_is_measured_by_the_time_of_day(file: Path) -> None:
+    """It jumps: by hand, by NTP, at the end of a virtual machine's sleep."""
+    if str(file.relative_to(ROOT)) not in TELLS_THE_TIME:
+        found = [n for n in ast.walk(parse(file)) if isinstance(n, ast.Call) and ast.unparse(n.func) in WALL_CLOCK]
+        assert not found, f"{file}:{found[0].lineno}: {ast.unparse(found[0])}; use loop.time() or time.monotonic()"
+
+
 # --- readability ------------------------------------------------------------------------------------------------------
 
 

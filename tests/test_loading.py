@@ -302,9 +302,9 @@ def test_a_users_function_is_loaded_by_name_and_a_plain_name_is_no_users(tmp_pat
 
 
 def test_a_model_folder_gives_its_type(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 64}))
     (tmp_path / "model-00001-of-00002.safetensors").touch()
-    assert check_model(str(tmp_path)) == "qwen3"
+    assert check_model(str(tmp_path)) == ("qwen3", 64)
 
 
 @pytest.mark.parametrize(
@@ -314,6 +314,7 @@ def test_a_model_folder_gives_its_type(tmp_path: Path) -> None:
         ({"config.json": "{"}, "{folder}/config.json is not a JSON object"),
         ({"config.json": "[]"}, "{folder}/config.json is not a JSON object"),
         ({"config.json": "{}"}, "{folder}/config.json names no model_type"),
+        ({"config.json": '{"model_type": "qwen3"}', "a.safetensors": ""}, "{folder}/config.json names no vocab_size"),
         ({"config.json": '{"model_type": "qwen3"}', "model.bin": ""}, "no .safetensors file in {folder}"),
     ],
 )

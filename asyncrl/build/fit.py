@@ -241,7 +241,7 @@ async def fit(
         recipe = msgspec.structs.replace(recipe, engine=msgspec.structs.replace(recipe.engine, urls=list(urls)))
     token = checked_token(recipe)
     await set_up(recipe, sys.stdout)
-    model_type = check_model(recipe.model.path)
+    model_type, vocabulary = check_model(recipe.model.path)
     tokenizer = HuggingFaceTokenizer(Path(recipe.model.path))
     alphabet = sorted(set(tokenizer.encode(string.ascii_letters + string.digits)))
     context = recipe.rollout.max_tokens
@@ -251,7 +251,13 @@ async def fit(
     servers = LocalServers(recipe, logs=logs, note=note, token=token)
     engines = [
         SGLangEngine(
-            url, f"server {i}", config, rng=random.Random(f"{recipe.seed}/{i}"), model_type=model_type, token=token
+            url,
+            f"server {i}",
+            config,
+            rng=random.Random(f"{recipe.seed}/{i}"),
+            model_type=model_type,
+            vocabulary=vocabulary,
+            token=token,
         )
         for i, url in enumerate(servers.urls)
     ]

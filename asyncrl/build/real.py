@@ -13,7 +13,7 @@ from asyncrl.build import checkpoints
 from asyncrl.build.assemble import Run, World, assemble
 from asyncrl.build.errors import one_line
 from asyncrl.build.resume import restore, task_finder
-from asyncrl.build.setup import checked_token, set_up
+from asyncrl.build.setup import allow_files, checked_token, set_up
 from asyncrl.build.sources import load_environments, load_sources
 from asyncrl.build.status import StatusFile
 from asyncrl.config import Recipe, RecipeError, dumps
@@ -71,8 +71,9 @@ async def train(
     environments = load_environments(recipe)
     own_advantage = load_own(recipe.algorithm.advantage, "algorithm.advantage")
     token = checked_token(recipe)
+    allow_files(recipe, len(recipe.engine.urls) or recipe.engine.count)
     await set_up(recipe, out)
-    model_type = check_model(recipe.model.path)
+    model_type, vocabulary = check_model(recipe.model.path)
     sources = load_sources(recipe, environments)
     tokenizer = HuggingFaceTokenizer(Path(recipe.model.path))
 
@@ -131,6 +132,8 @@ async def train(
             recipe.engine,
             rng=random.Random(f"{recipe.seed}/{i}"),
             model_type=model_type,
+            vocabulary=vocabulary,
+            version=None if recipe.engine.urls else 0,  # who knows what others have had them load
             token=token,
         )
         for i, url in enumerate(servers.urls)

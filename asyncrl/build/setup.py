@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import shutil
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ from asyncrl.config import Recipe, RecipeError
 from asyncrl.processes import die_with_parent, end_group
 
 GRACE_S = 10.0
+FILES = 256
+"""That a controller has open beside a connection for each request that runs: logs, control calls, libraries."""
 
 
 def checked_token(recipe: Recipe) -> str:
@@ -25,6 +28,19 @@ def checked_token(recipe: Recipe) -> str:
         return run_token()
     except AccessError as error:
         raise RecipeError(str(error)) from None
+
+
+def allow_files(recipe: Recipe, servers: int) -> None:
+    """Raise this process's limit of open files to what the recipe needs. Raises ``RecipeError`` where it may not."""
+    needed = FILES + min(recipe.rollout.num_envs, servers * recipe.engine.max_running_requests)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise RecipeError(
+            f"engine.max_running_requests = {recipe.engine.max_running_requests}: up to {needed} open files for "
+            f"{servers} servers, this machine allows {hard}; raise the limit (ulimit -Hn), or lower rollout.num_envs"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 async def set_up(recipe: Recipe, out: TextIO) -> None:

@@ -10,6 +10,8 @@ Waits for the server only, each time with a deadline.
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import random
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -133,6 +135,14 @@ class Http:
         return EngineRejected(f"{self._where}: {what}")
 
     def broken(self, path: str, error: Exception) -> EngineError:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return self.error(
+                f"no connection: this machine lets asyncrl open no more files ({os.strerror(error.errno)}); raise the "
+                "limit (ulimit -n), or lower engine.max_running_requests"
+            )
+        if isinstance(error, aiohttp.ClientConnectorDNSError):
+            why = error.os_error.strerror or error.os_error
+            return self.error(f"no machine of that name ({why}); check the name in engine.urls, and this machine's DNS")
         if isinstance(error, aiohttp.ClientConnectorError):
             return self.error(f"cannot connect ({error.os_error.strerror or error.os_error}); is the server running?")
         return self.error(f"connection broke during {path} ({type(error).__name__}: {error})")

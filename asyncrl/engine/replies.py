@@ -13,17 +13,22 @@ from collections.abc import Callable
 from asyncrl.ports import Chunk
 from asyncrl.wire import GenerateReply, WeightSpan
 
+LEAST_LOGPROB, LARGEST_LOGPROB = -1e38, 1e-2
+"""What float32 can hold, and rounding in the servers' low precision."""
+
 
 class BadReply(ValueError):
     """A reply that contradicts itself."""
 
 
 class ReplyReader:
-    """Reads the ``n`` replies of one request; ``version_of`` maps the server's version strings to integers."""
+    """Reads the ``n`` replies of one request; ``version_of`` maps the server's version strings to integers, and ids
+    are below ``vocabulary``."""
 
-    __slots__ = ("_finished", "_seen", "_version_of", "heard")
+    __slots__ = ("_finished", "_seen", "_version_of", "_vocabulary", "heard")
 
-    def __init__(self, n: int, version_of: Callable[[str], int]) -> None:
+    def __init__(self, n: int, version_of: Callable[[str], int], vocabulary: int = 2**31) -> None:
+        self._vocabulary = vocabulary
         self._seen = [0] * n
         self._finished = [False] * n
         self._version_of = version_of
@@ -57,6 +62,13 @@ class ReplyReader:
             raise BadReply(f"{new} new tokens, but {len(ids)} ids and {len(rows)} logprobs")
         if new and (rows[0][1] != ids[0] or rows[-1][1] != ids[-1]):
             raise BadReply("the logprobs are those of other tokens")
+        logprobs = [row[0] for row in rows]
+        if new:
+            if not LEAST_LOGPROB < min(logprobs) <= max(logprobs) < LARGEST_LOGPROB:
+                raise BadReply(f"logprobs from {min(logprobs):g} to {max(logprobs):g}: none may be infinite or above 0")
+            if not 0 <= min(ids) <= max(ids) < self._vocabulary:
+                bad = next(i for i in ids if not 0 <= i < self._vocabulary)
+                raise BadReply(f"token {bad} is outside the model's vocabulary of {self._vocabulary}")
         finish = meta.finish_reason
         if finish is not None:
             if total != meta.completion_tokens:
@@ -68,7 +80,7 @@ class ReplyReader:
         return Chunk(
             index=index,
             output_ids=array("i", ids),
-            logprobs=array("f", [row[0] for row in rows]),
+            logprobs=array("f", logprobs),
             versions=self._versions(meta.weight_version, meta.weight_versions, seen, total),
             finish_reason=None if finish is None else finish.type,
             cached_tokens=meta.cached_tokens,

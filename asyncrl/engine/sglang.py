@@ -90,9 +90,10 @@ class _Live:
 
 
 class SGLangEngine:
-    """``url`` is ``http://host:port``. ``version`` is what a server that was never updated holds, ``model_type`` (as
-    in config.json) what it must serve, where that is known. ``rng`` draws the jitter of retries. ``token`` is what it
-    asks for (``access.py``).
+    """``url`` is ``http://host:port``. ``version`` is what a server that was never updated holds; None: whatever
+    it says it holds, its version is -1 until it was given weights here. ``model_type`` and ``vocabulary`` (as in
+    config.json) are those of what it must serve, where that is known. ``rng`` draws the jitter of retries. ``token`` is
+    what it asks for (``access.py``).
 
     ``config.stream_interval`` 0 turns streaming off: one reply at the end, cheaper for short outputs, but a server
     that dies takes all tokens of its requests with it.
@@ -106,13 +107,17 @@ class SGLangEngine:
         *,
         rng: random.Random,
         model_type: str | None = None,
-        version: int = 0,
+        vocabulary: int = 2**31,
+        version: int | None = 0,
         token: str = "",
     ) -> None:
         self.name = name
         self._config = config
         self._model_type = model_type
-        self._start_version = version
+        self._vocabulary = vocabulary
+        self._start_version = -1 if version is None else version
+        self._known = version is not None
+        """Its weights are those of the version that it names."""
         self._http = Http(url, name, retries=config.retries, rng=rng, token=token)
         self._generate_url = self._http.url("generate")
         self._live: dict[str, _Live] = {}
@@ -182,7 +187,7 @@ class SGLangEngine:
 
     def _version(self, text: str) -> int:
         """SGLang starts with version ``default``; any string that is no integer was not set by asyncrl."""
-        return int(text) if text.isdecimal() else self._start_version
+        return int(text) if self._known and text.isdecimal() else self._start_version
 
     # --- generation
 
@@ -190,7 +195,7 @@ class SGLangEngine:
         if request.rid in self._live:
             raise self._http.rejected(f"request id {request.rid!r} is already running; ids must be unique")
         deadline = asyncio.get_running_loop().time() + self._config.request_timeout_s
-        live = _Live(ReplyReader(request.n, self._version), deadline)
+        live = _Live(ReplyReader(request.n, self._version, self._vocabulary), deadline)
         self._live[request.rid] = live
         self._quiet.clear()
         abandoned = False
@@ -443,6 +448,7 @@ class SGLangEngine:
         held = (await self._get("model_info", wire.ModelInfo)).weight_version
         if held != str(version):
             raise self._http.error(f"says it holds weights {held!r} after it was given version {version}")
+        self._known = True
 
     # --- calls
 

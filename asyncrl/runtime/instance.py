@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from asyncrl.core.policy.routing import RequestView
 from asyncrl.core.snapshot import InstanceSnapshot
-from asyncrl.ports import Engine, EngineInfo
+from asyncrl.ports import Engine, EngineError, EngineInfo
 from asyncrl.runtime.trajectory_server import Request
 
 
@@ -97,6 +97,15 @@ class Instance:
         for scope in self.streams.values():
             if not scope.expired():
                 scope.reschedule(now)
+
+    def check(self, versions: Sequence[int], oldest: int) -> None:
+        """Raises ``EngineError`` for tokens of weights that it was not given since ``oldest``: it was restarted unseen,
+        with its first ones, or somebody else gives it some."""
+        if versions and not oldest <= versions[0] <= versions[-1] <= self.version:
+            raise EngineError(
+                f"{self.name}: samples from version {versions[0]}, not {oldest}; did it restart, or does another run "
+                "give it weights?"
+            )
 
     def snapshot(self) -> InstanceSnapshot:
         return InstanceSnapshot(

@@ -240,8 +240,7 @@ class LLMProxy:
                     reply = replies[chunk.index]
                     if reply.finish_reason is not None:
                         continue  # a reply is answered once, whatever the server repeats
-                    if chunk.versions and chunk.versions[0] < version:  # restarted unseen, with its first weights
-                        raise EngineError(f"{instance.name}: samples from version {chunk.versions[0]}, not {version}")
+                    instance.check(chunk.versions, version)
                     reply.add(chunk)
                     received += len(chunk.output_ids)
                     instance.tokens += len(chunk.output_ids)

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from typing import Literal
 
-from asyncrl.ports import EngineError, Observer, TrainerDied, WeightTransport
+from asyncrl.ports import EngineError, EngineRejected, Observer, TrainerDied, WeightTransport
 from asyncrl.runtime.instance import Instance
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.restarts import RestartingTrainer
@@ -49,6 +49,7 @@ class ParameterServer:
         self._announced = self._prepared = version
         """Newest version that the transport was given, and that it can deliver."""
         self._lock = asyncio.Lock()
+        self._aligning = False
         self.stage = Stage()
         """Of the delivery that is under way."""
         self._unsure: set[str] = set()
@@ -111,14 +112,17 @@ class ParameterServer:
 
     async def align(self) -> None:
         """Before anything is generated: servers that hold, or may hold, other weights than the trainer, because it was
-        resumed or they served another run, are given its own."""
+        resumed or they served another run, are given its own. Raises ``EngineRejected`` if one refuses them: then it
+        serves another model."""
         version, instances = self._version, self._proxy.instances
         if version or any(instance.version != version for instance in instances):
             for instance in instances:
                 instance.version = min(instance.version, version)
             self._version = -1
+            self._aligning = True
             await self.prepare(version)
             await self.deliver(version)
+            self._aligning = False
 
     @asynccontextmanager
     async def pinned(self, share: float) -> AsyncIterator[int | None]:
@@ -188,6 +192,8 @@ class ParameterServer:
                 await self._load(instances, version)
                 return instances
             except EngineError as failure:
+                if self._aligning and isinstance(failure, EngineRejected):
+                    raise
                 error = failure
                 for instance in instances:
                     if not await instance.engine.health():

@@ -17,7 +17,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from asyncrl.ports import EngineError, Observer, TrainerDied, WeightTransport
+from asyncrl.ports import EngineError, EngineRejected, Observer, TrainerDied, WeightTransport
 from asyncrl.runtime.instance import Instance
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.parameter_server import ParameterServer
@@ -85,8 +85,10 @@ class PulledParameterServer(ParameterServer):
         if version or any(instance.version != version for instance in instances):
             for instance in instances:
                 instance.version = min(instance.version, version - 1)
+            self._aligning = True
             await self.prepare(version)
             await self.catch_up()
+            self._aligning = False
 
     async def catch_up(self) -> None:
         """Every server that is up holds the newest version when this returns."""
@@ -125,6 +127,8 @@ class PulledParameterServer(ParameterServer):
             with instance.asking("to resume"):
                 await instance.engine.resume()
         except (EngineError, TrainerDied) as error:
+            if self._aligning and isinstance(error, EngineRejected):
+                raise
             self._proxy.mark_down(instance, EngineError(f"{instance.name}: did not pull version {version}: {error}"))
         else:
             self._observer.span(instance.name, "update", began, loop.time(), {"version": version, "interrupted": cut})

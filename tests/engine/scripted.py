@@ -122,7 +122,7 @@ async def serving() -> AsyncIterator[Server]:
         await runner.cleanup()
 
 
-def make_engine(url: str, *, version: int = 0, **config: Any) -> SGLangEngine:
+def make_engine(url: str, *, version: int | None = 0, **config: Any) -> SGLangEngine:
     settings: dict[str, Any] = {
         "stream_interval": 4,
         "retries": 2,
@@ -132,7 +132,13 @@ def make_engine(url: str, *, version: int = 0, **config: Any) -> SGLangEngine:
         "control_timeout_s": 5.0,
     }
     return SGLangEngine(
-        url, "s0", EngineConfig(**{**settings, **config}), rng=random.Random(0), model_type="qwen3", version=version
+        url,
+        "s0",
+        EngineConfig(**{**settings, **config}),
+        rng=random.Random(0),
+        model_type="qwen3",
+        vocabulary=64,
+        version=version,
     )
 
 

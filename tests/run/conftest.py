@@ -151,10 +151,16 @@ class Train:
     newest or the named checkpoint."""
 
     def __init__(
-        self, recipe: Path, run_dir: Path, *arguments: str, file_limit: int | None = None, resume: bool | str = False
+        self,
+        recipe: Path,
+        run_dir: Path,
+        *arguments: str,
+        file_limit: int | None = None,
+        resume: bool | str = False,
+        output: Path | None = None,
     ) -> None:
         self.run_dir = run_dir
-        self.output = run_dir.with_suffix(".out")
+        self.output = output or run_dir.with_suffix(".out")
         where = ["--resume", str(run_dir / resume if isinstance(resume, str) else run_dir)]
         where = where if resume else ["--run-dir", str(run_dir)]
         # What it leaves in shared memory and in the folder for temporary files shows in folders of its own.

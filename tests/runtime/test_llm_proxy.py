@@ -263,6 +263,26 @@ def test_prompts_beyond_the_context_are_refused_with_the_key() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("held", [0, 2])
+def test_tokens_of_a_version_that_a_server_was_not_given_are_not_used(held: int) -> None:
+    """It was restarted with its first weights, or somebody else gives it some."""
+
+    async def main() -> tuple[LLMProxy, Completion]:
+        engines = [sim_engine(f"server {i}", length=20) for i in range(2)]
+        proxy = await proxy_over(*engines)
+        for instance, version in zip(proxy.instances, (held, 1), strict=True):
+            proxy.set_version(instance, 1)
+            instance.engine.version = version  # type: ignore[attr-defined]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(proxy.generate(prompt())) for _ in range(2)]
+        assert all(set(task.result()[0].versions) == {1} for task in tasks)
+        return proxy, tasks[0].result()[0]
+
+    proxy, completion = run(main())
+    assert whole(completion, 20) and completion.server == "server 1"
+    assert [instance.up for instance in proxy.instances] == [False, True]
+
+
 def test_a_version_never_goes_backwards() -> None:
     async def main() -> None:
         proxy = await proxy_over(sim_engine())
