@@ -47,7 +47,7 @@ class Leader:
     """``server.Commands`` over one rank. Owns the staged weights and the update group. Bad batches are left in
     ``run_dir``."""
 
-    def __init__(self, rank: Rank, run_dir: Path, token: str) -> None:
+    def __init__(self, rank: Rank, run_dir: Path, token: str = "") -> None:
         self._rank = rank
         self._token = token
         self._run_dir = run_dir
