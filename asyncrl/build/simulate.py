@@ -35,7 +35,6 @@ from asyncrl.observe.summary import Summary, duration, write_summary
 from asyncrl.observe.tally import Tally
 from asyncrl.ports import EngineError, Observer, StepMetrics, TrainerError
 from asyncrl.runtime.llm_proxy import FleetDown
-from asyncrl.runtime.stall import RunStalled
 from asyncrl.runtime.user_code import EnvFailing
 from asyncrl.sim.loop import run
 from asyncrl.sim.trace import TraceRecorder
@@ -43,7 +42,7 @@ from asyncrl.sim.trace import TraceRecorder
 DISPLAY_S = 0.25
 YOUNG_OBJECTS = 200_000
 """Between two garbage collections. Nobody waits for a virtual loop; at Python's 700 a third of its time goes there."""
-EXPECTED = (TrainerError, EngineError, FleetDown, EnvFailing, RunStalled)
+EXPECTED = (TrainerError, EngineError, FleetDown, EnvFailing)
 """What a world full of faults may do to a run; anything else is a bug of ours."""
 
 

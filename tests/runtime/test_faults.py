@@ -33,6 +33,8 @@ SHORT = {
     "connect_timeout_s": 20.0,
 }
 """Deadlines that a short run lives to see."""
+PATIENT = {"stall_s": 1e6}
+"""The run's own watchdog is not to come before the laws."""
 SLOW_ENV = {"step": {"kind": "normal", "mean": 1.0, "std": 1.0}}
 
 
@@ -179,7 +181,7 @@ def test_a_buffer_that_forgets_to_finish_a_group_is_found(monkeypatch: pytest.Mo
             complete(self, group)
 
     monkeypatch.setattr(SampleBuffer, "_complete", lazy)
-    error = violation(recipe(staleness={"bound": 0}))
+    error = violation(recipe(staleness={"bound": 0}, run=PATIENT))
     assert isinstance(error, Stalled)
     for part in ("<SampleBuffer v1: 1 groups reserved", "<LLMProxy 0 running", "<SimTrainer v1 idle>", "get_batch"):
         assert part in str(error)
@@ -191,7 +193,7 @@ def test_a_trainer_that_never_answers_is_found(monkeypatch: pytest.MonkeyPatch) 
         await asyncio.get_running_loop().create_future()
 
     monkeypatch.setattr(SimTrainer, "train_step", never)
-    error = violation(recipe())
+    error = violation(recipe(run=PATIENT))
     assert isinstance(error, Stalled) and "never:" in str(error)
 
 
