@@ -244,9 +244,7 @@ def main() -> None:
     args = parser.parse_args()
 
     def start() -> tuple[Fleet, Coordinator]:
-        coordinator = Coordinator(
-            routing="waterfall", synchronization="selective", migration="throughput", cost=COST, mu=0.05
-        )
+        coordinator = Coordinator(routing="waterfall", synchronization="selective", migration="throughput", cost=COST)
         return Fleet(args.servers, args.trajectories, seed=0), coordinator
 
     rows: list[Row] = []

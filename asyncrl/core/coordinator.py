@@ -77,7 +77,7 @@ class Coordinator:
         cost: CostModel,
         mu: float = 0.8,
         limits: Limits | None = None,
-        most: int = 256,
+        most: int = 128,
     ) -> None:
         self._routing = routing
         self._synchronize = SYNCHRONIZATION[synchronization]

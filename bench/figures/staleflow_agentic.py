@@ -1,21 +1,18 @@
 """StaleFlow's coordination in multi-turn work, which the paper leaves to the future: SWE and ALFWorld, simulated.
 
 Synchronous training, ROLL Flash (α = 1 and 2, turns sent to the server that holds their prefix or not) and StaleFlow
-(η = 1 and 2; without migration; with a lower μ) on figure 11's environments, several to a server: 64 trajectories a
+(η = 1 and 2; without migration) on figure 11's environments, several to a server: 64 trajectories a
 step on 4 servers, 128 or 192 environments. Four steps are measured, of one seed: differences of 2 % mean nothing.
 
 What it shows. *Where contexts outgrow the servers' KV caches* (SWE, 14B, up to 32k tokens each), ROLL Flash sends each
 turn on at once, conversations push each other out of the caches, and 6.3 tokens are prefilled for each that is
-generated. StaleFlow's waterfall keeps a turn back where it would not add throughput: later turns wait a third of the
-time, and 1.9 are. In this figure that makes it 1.14 times as fast at the same bound (567 tokens/s, 497). That gain is
-not robust: with servers that report every 256 tokens (``engine.stream_interval``; here they report when a turn ends, so
-that the coordinator sees caches fill late) it waits longer, and both are as fast (503 and 505), at 2.7 tokens prefilled
-against 6.1. *A higher bound hurts both there*: 451 and 406 tokens/s with 2, for half as many conversations more begin,
-and 9.0 and 16.8 tokens are prefilled. Neither counts what conversations hold while their environments think. *Where
-caches suffice* (ALFWorld, 8B), nothing is to be won: 1,143 against 1,173 tokens/s, and 1,459 against 1,536 with a bound
-of 2. It prefills less (0.68 against 1.15), but μ = 0.3 keeps turns back from busy servers; with 0.1 it is 1,161, and
-580 on SWE. Migration brings 1 to 3 %. Prefix affinity is worth more than all of this: without it ROLL Flash does 322
-and 1,045.
+generated; StaleFlow sends a turn where its prefix is or where prefill costs least, groups start as servers can keep
+pace, and 3.6 are. That makes it 1.12 times as fast at the same bound (557 tokens/s, 497). *A higher bound hurts both
+there*, as more conversations begin: 406 tokens/s for ROLL Flash with 2, and 16.8 tokens are prefilled. Neither counts
+what conversations hold while their environments think. *Where caches suffice* (ALFWorld, 8B), nothing is to be won:
+1,148 against 1,173 tokens/s. Prefix affinity is worth more than all of this: without it ROLL Flash does 322 and 1,045.
+(When turns too were kept back, by μ of an idle server's gain, it was 567 and 1,143: 1.9 tokens prefilled on SWE, but
+later turns waited a third of the time.)
 
 Staleness is the bound in all these runs: groups wait for a version that may start them, so all servers pull as soon as
 there is one, and are never of different versions. Selective synchronization has nothing to select here.

@@ -42,12 +42,13 @@ Array = npt.NDArray[np.float64]
 
 
 class _Servers:
-    """Servers of one version. What a request adds on each is reckoned for all at once. ``pulls``: each of them would
+    """Servers, by version. What a request adds on each is reckoned for all at once. ``pulls``: each of them would
     pull first, and then have to prefill all that it runs again; this share of it is the request's."""
 
     __slots__ = (
         "_cost",
         "_gains",
+        "_homes",
         "_kv",
         "_loads",
         "_longest",
@@ -55,19 +56,23 @@ class _Servers:
         "_matmul",
         "_max_tokens",
         "_more",
-        "_names",
         "_pulls",
         "_rows",
         "_slowness",
+        "_versions",
         "_work",
     )
 
     def __init__(self, cost: CostModel, loads: Iterable[Load], *, pulls: float = 0.0) -> None:
         self._cost = cost
         self._pulls = pulls
-        self._loads = [load for load in loads if not load.waiting]
-        self._rows = {load.index: row for row, load in enumerate(self._loads)}
-        self._names = {load.name: row for row, load in enumerate(self._loads)}
+        self._loads = sorted((load for load in loads if not load.waiting), key=lambda load: (load.version, load.index))
+        self._rows = {load: row for row, load in enumerate(self._loads)}
+        self._homes = {(load.name, load.version): row for row, load in enumerate(self._loads)}
+        self._versions: dict[int, list[int]] = {}
+        """First row of each, and the one after its last."""
+        for row, load in enumerate(self._loads):
+            self._versions.setdefault(load.version, [row, row])[1] = row + 1
         size = len(self._loads)
         self._kv, self._more, self._matmul, self._lost, self._work, self._gains = (np.empty(size) for _ in range(6))
         self._slowness = np.array([load.slowness for load in self._loads])
@@ -79,7 +84,7 @@ class _Servers:
 
     def update(self, load: Load) -> None:
         """Its load has changed, or it was closed."""
-        cost, n, row = self._cost, load.running, self._rows[load.index]
+        cost, n, row = self._cost, load.running, self._rows[load]
         self._kv[row] = load.kv_tokens
         self._more[row] = cost.k3 * (n + 1)
         self._matmul[row] = max(cost.k2, cost.k3 * (n + 1))
@@ -89,17 +94,22 @@ class _Servers:
 
     def close(self, load: Load) -> None:
         """It takes no requests."""
-        self._lost[self._rows[load.index]] = math.inf
+        self._lost[self._rows[load]] = math.inf
 
-    def best(self, request: RequestView, spread: float) -> tuple[float, Load] | None:
-        """The largest gain, and the server that has it, the first of the fleet if several do; None without any.
-        ``spread`` is the part of its prefill that each step has."""
-        if not self._loads:
-            return None
+    def best(self, request: RequestView, spread: float, admission: Admission) -> list[tuple[float, Load]]:
+        """Of each version that may serve the request the largest gain, and the server that has it, the first of the
+        fleet if several do. ``spread`` is the part of its prefill that each step has."""
+        rows = [rows for version, rows in self._versions.items() if admission.routable(request, version)]
+        if not rows:
+            return []
         gains = self._gains_of_one(request, spread) if request.slots == 1 else self._gains_of_many(request, spread)
-        row = int(gains.argmax())
-        gain = float(gains[row])
-        return None if gain == -math.inf else (gain, self._loads[row])
+        found = []
+        for first, end in rows:
+            row = first + int(gains[first:end].argmax())
+            gain = float(gains[row])
+            if gain > -math.inf:
+                found.append((gain, self._loads[row]))
+        return found
 
     def _gains_of_one(self, request: RequestView, spread: float) -> Array:
         """``gain_of`` for one sequence, operation by operation, so that equal servers have equal gains."""
@@ -119,7 +129,7 @@ class _Servers:
         gains /= self._slowness
         if too_long is not None:
             gains[too_long] = -math.inf
-        home = None if request.home is None or self._pulls else self._names.get(request.home)
+        home = None if request.home is None or self._pulls else self._homes.get((request.home, request.after))
         if home is not None and gains[home] > -math.inf:
             gains[home] = gain_of(self._cost, request, self._loads[home], spread)
         return gains
@@ -169,21 +179,14 @@ class Waterfall:
         self._spread = 1.0 / mean_new_tokens
         self._pace = pace
         ready = [load for load in loads if load.up]
-        by_version: dict[int, list[Load]] = {}
-        for load in sorted([*ready, *offered], key=lambda load: load.index) if offered else ready:
-            by_version.setdefault(load.version, []).append(load)
-        self._versions = {version: _Servers(cost, by_version[version]) for version in sorted(by_version)}
+        self._servers = _Servers(cost, [*ready, *offered])
         self._offered = _Servers(cost, offered, pulls=min(1.0, len(offered) / waiting))
         for load in offered:
             if not load.waiting:
-                self._versions[load.version].close(load)
+                self._servers.close(load)
 
     def choose(self, request: RequestView) -> Load | None:
-        found = [
-            best
-            for version, servers in self._versions.items()
-            if self._admission.routable(request, version) and (best := servers.best(request, self._spread)) is not None
-        ]
+        found = self._servers.best(request, self._spread, self._admission)
         if not found:
             return None
         most = max(gain for gain, _ in found)
@@ -198,16 +201,14 @@ class Waterfall:
         return load.slowness * step <= self._pace
 
     def placed(self, load: Load) -> None:
-        self._versions[load.version].update(load)
+        self._servers.update(load)
 
     def pull(self, request: RequestView, chosen: Load | None) -> Load | None:
-        best = self._offered.best(request, self._spread)
-        if best is None:
+        best = self._offered.best(request, self._spread, self._admission)
+        if not best:
             return None
-        gain, load = best
-        if (chosen is not None and chosen.version < load.version) or not (
-            self._admission.routable(request, load.version) and self._in_time(request, load)
-        ):
+        [(gain, load)] = best
+        if (chosen is not None and chosen.version < load.version) or not self._in_time(request, load):
             return None
         if chosen is not None:
             there = gain_of(self._cost, request, chosen, self._spread)
