@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
+from asyncrl.access import VARIABLE
 from asyncrl.cli import main
 from asyncrl.config import loads_json
 
@@ -237,8 +238,9 @@ def test_serve_without_a_model_is_one_line(tmp_path: Path, capsys: pytest.Captur
     ],
 )
 def test_a_relay_that_cannot_start_is_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(VARIABLE, "for-another-machine-than-this")
     assert main(["relay", "--port", "0", *arguments]) == 2
     assert one_line(capsys) == f"asyncrl relay: {message}"
 

@@ -18,7 +18,7 @@ from asyncrl.processes import free_port
 from .conftest import Train
 from .test_train import set_
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 Start = Callable[..., Train]
 
@@ -43,7 +43,7 @@ def test_a_run_on_a_full_disk_says_so_and_goes_on_when_there_is_room(tiny_recipe
     )
     run = Train(tiny_recipe, small_disk / "run", *overrides, output=small_disk.with_suffix(".out"))
     try:
-        assert run.wait(240) == 1, run.text()
+        assert run.wait(280) == 1, run.text()
         last = run.text().splitlines()[-1]
         assert last.startswith(f"asyncrl: {small_disk}/run/") and "free space there" in last, run.text()
         assert "Traceback" not in run.text()
@@ -51,7 +51,7 @@ def test_a_run_on_a_full_disk_says_so_and_goes_on_when_there_is_room(tiny_recipe
         trained = run.steps()
         subprocess.run(["mount", "-o", "remount,size=200m", small_disk], check=True)
         run = Train(tiny_recipe, run.run_dir, *overrides, output=small_disk.with_suffix(".again"))
-        assert run.wait(240) == 0, run.text()
+        assert run.wait(280) == 0, run.text()
         run.check_ended_cleanly()
         assert run.summary["exit"] == "finished"
         assert [row["version"] for row in run.lines("metrics.jsonl")] == list(range(1, 13))
@@ -84,7 +84,7 @@ def test_a_server_with_another_model_ends_the_run_at_once_with_one_line(
     server = subprocess.Popen([*command, "--log-level", "error"], env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
         run = train(*set_(f'engine.urls=["http://127.0.0.1:{port}"]', "run.eval_tasks=1"))
-        assert run.wait(240) == 1, run.text()
+        assert run.wait(280) == 1, run.text()
         last = run.text().splitlines()[-1]
         assert last.startswith("asyncrl: engine server 0 (http://127.0.0.1:") and "has shape" in last, run.text()
         assert "Traceback" not in run.text()

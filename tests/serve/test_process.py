@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from asyncrl.access import VARIABLE
 from asyncrl.serve.__main__ import main
 
 from .harness import prompt, request
@@ -190,7 +191,10 @@ def test_bad_folders_are_refused_in_one_line(capsys: pytest.CaptureFixture[str],
     assert "has shape" in refused(capsys, broken, *port)
 
 
-def test_bad_arguments_are_refused_in_one_line(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_bad_arguments_are_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "for-another-machine-than-this")
     for arguments, words in (
         (["--context-length", "2049"], "exceeds the model's 2048"),
         (["--max-running-requests", "0"], "--max-running-requests must be at least 1"),
