@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import shutil
 import sqlite3
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ import pytest
 
 from asyncrl.build.virtual import simulated
 from asyncrl.config import Recipe, load_table
+from asyncrl.core.advantage import Advantage
 from asyncrl.core.ledger import FINAL
-from asyncrl.core.types import Trajectory, flatten
-from asyncrl.observe.database import STORE, connect
+from asyncrl.core.types import Batch, Trajectory, flatten
+from asyncrl.observe.database import STORE, WHOLE, connect
 from asyncrl.observe.store import SEGMENTS, Store
-from asyncrl.ports import Observer
+from asyncrl.ports import Observer, StepResult
+from asyncrl.runtime.task_source import TaskMixture
 from asyncrl.sim.blocking import SimBlocking
 from asyncrl.sim.loop import run
 from asyncrl.sim.tasks import SimTasks
@@ -145,6 +148,14 @@ class Life:
         )
         accounts = self.simulation.run.buffer._accounts
         accounts._observer = Filling(accounts._observer, store)  # type: ignore[assignment]
+        train_step = self.simulation.trainer.train_step
+
+        async def known(batch: Batch, advantages: Sequence[Advantage]) -> StepResult:
+            given = store.db.execute("SELECT count(*) FROM given WHERE step = ? AND part = ?", (batch.step, WHOLE))
+            assert given.fetchone() == (1,), "the trainer is given a batch that is not durable"
+            return await train_step(batch, advantages)
+
+        self.simulation.trainer.train_step = known  # type: ignore[method-assign]
         await self.simulation.play()
         store.close()
 
@@ -188,6 +199,10 @@ def check(life: Life, before: Disk, earlier: Life) -> None:
         assert life.rows(CHECKSUMS)[: len(known)] == known, "a step was trained on something else"
         ids = {number for (number,) in db.execute("SELECT id FROM trajectories")}
         scored = {number for (number,) in db.execute("SELECT id FROM trajectories WHERE state = 'scored'")}
+    # Tasks come in their order, none twice.
+    order = TaskMixture([(1.0, SimTasks(settings.sim, seed=settings.seed).train)], seed=settings.seed)
+    tasks = life.rows("SELECT task FROM groups ORDER BY id")
+    assert tasks == [(order.next().id,) for _ in tasks]
     # The ledger's law holds over both lives.
     ends = dict(life.rows(ENDS))
     assert set(ends) <= {str(state) for state in FINAL}
