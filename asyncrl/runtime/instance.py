@@ -69,7 +69,7 @@ class Instance:
         self.held: deque[Request] = deque()
         """Requests that wait for this very server: it was chosen though it has no room yet."""
         self.requests: dict[int, RequestView] = {}
-        """What runs here, but for evaluations, by id."""
+        """What a coordinator sent here and runs, by id."""
         self.rids: dict[int, str] = {}
         """Their ids at the server."""
         self.streams: dict[int, asyncio.Timeout] = {}

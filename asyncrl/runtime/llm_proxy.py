@@ -217,12 +217,13 @@ class LLMProxy:
             sequence=arrival,
             pinned=prompt.pinned,
         )
-        asked = asyncio.get_running_loop().time()
-        instance = await self._acquire(Request(view, prompt.start, asyncio.get_running_loop().create_future()))
+        loop = asyncio.get_running_loop()
+        asked = loop.time()
+        instance = await self._acquire(Request(view, prompt.start, loop.create_future()))
         version = instance.version
         rid = f"{self._rid_prefix}{self._new_number():012x}"
         instance.rids[number] = rid
-        started = asyncio.get_running_loop().time()
+        started = loop.time()
         request = GenerateRequest(
             rid=rid,
             input_ids=ids,
@@ -257,7 +258,7 @@ class LLMProxy:
             self.mark_down(instance, EngineError(f"{instance.name}: cut off, as it held up the run"))
         finally:
             self.generated += received
-            ended = asyncio.get_running_loop().time()
+            ended = loop.time()
             ours = self._suspended or instance.pulling or number in instance.cutting
             for reply in replies:
                 reply.waited_s += started - asked
@@ -352,7 +353,7 @@ class LLMProxy:
 
     def _give(self, instance: Instance, request: Request) -> None:
         view = request.view
-        if not view.pinned:
+        if self._route is None and not view.pinned:
             instance.requests[view.id] = replace(view, after=instance.version)  # where it is cut, it has its tokens
             instance.routed += 1
         instance.prefilled += view.tokens - (view.prefix if view.home == instance.name else 0)
@@ -366,15 +367,14 @@ class LLMProxy:
     def _release(self, instance: Instance, view: RequestView, tokens: int) -> None:
         instance.rids.pop(view.id, None)
         instance.streams.pop(view.id, None)
-        if not view.pinned:
-            del instance.requests[view.id]
-            if view.id in instance.cutting:
-                instance.cutting.remove(view.id)
-                instance.interrupted += 1
+        if instance.requests.pop(view.id, None) is not None and view.id in instance.cutting:
+            instance.cutting.remove(view.id)
+            instance.interrupted += 1
         instance.running -= view.slots
         instance.tokens -= tokens
         self._report(instance)
-        self._refresh()
+        if not instance.running:
+            self._refresh()
         self._assign_held(instance)
         self._assign()
 

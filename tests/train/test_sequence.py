@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 from pathlib import Path
 
 import msgspec
@@ -14,7 +16,7 @@ from asyncrl.train.client import HttpTrainer, train_request
 from asyncrl.train.rank import Rank
 from asyncrl.train.work import plan_work
 
-from .batches import VOCABULARY, make_advantages, make_batch, make_rewards
+from .batches import VOCABULARY, in_segments, make_advantages, make_batch, make_rewards
 from .ranks import on_ranks
 from .test_worker import RECIPE, alone
 
@@ -53,14 +55,15 @@ async def test_a_job_of_two_ranks_that_share_rows_makes_the_step_of_one(model_fo
 
 
 def critic_steps(folder: Path, kind: str, together: int) -> dict[str, float]:
-    """Two steps of two updates each, by this rank."""
+    """Two steps of two updates each, by this rank; of segments in the second."""
     trainer = TrainerConfig(sequence_parallel=together, learning_rate=1e-5, micro_batch_tokens=64)
     algorithm = AlgorithmConfig(advantage="gae", credit="token", critic=kind, mini_batches=2)
     one = Rank(Recipe(model=ModelConfig(path=str(folder)), trainer=trainer, algorithm=algorithm), str(folder), CPU)
     for step in range(2):
         batch = make_batch(step, seed=step, groups=2)
+        rewards = make_rewards(batch, step)
         works = plan_work(
-            train_request(batch, make_rewards(batch, step)),
+            train_request(in_segments(batch, rewards) if step else batch, rewards),
             ranks=dist.get_world_size(),
             vocabulary=VOCABULARY,
             hidden=32,
@@ -77,3 +80,14 @@ def test_a_critic_shares_rows_too_and_is_counted_once(model_folder: Path, kind: 
     for metrics in on_ranks(2, critic_steps, model_folder, kind, 2):
         for name in ("loss", "value_loss", "advantage_std", "explained_variance", "grad_norm"):
             assert metrics[name] == pytest.approx(expected[name], rel=1e-4), name
+
+
+def test_what_the_benchmark_measures_is_the_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "bench"))
+    script = importlib.import_module("sequence_parallel")
+    args = argparse.Namespace(shape="tiny", tokens=256)
+    ((alone, gradient),) = on_ranks(1, script.row, args)
+    for shared, other in on_ranks(2, script.row, args):
+        assert shared["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+        assert shared["cpu_s"] > 0
+        torch.testing.assert_close(other, gradient, rtol=0, atol=1e-6 * float(gradient.norm()))
