@@ -250,7 +250,11 @@ def test_an_impossible_combination_names_both_sides(table: dict[str, Any], key: 
     ("table", "message"),
     [
         ({"staleness": {"bound": 1.5}}, "staleness.bound = 1.5: η of staleness buffers is a whole number"),
-        ({"update": {"running": "drain"}}, "update.running = drain: a server that pulls interrupts its requests"),
+        ({"update": {"running": "drain"}}, 'engine.routing = waterfall: set it to "own_batch" for'),
+        ({"staleness": {"control": "inherent"}}, "update.running = interrupt: with staleness.control"),
+        ({"update": {"synchronization": "when_empty"}}, "update.synchronization = when_empty: goes with"),
+        ({"engine": {"migration": "repack"}}, "engine.migration = repack: goes with"),
+        ({"engine": {"routing": "own_batch"}}, "engine.routing = own_batch: goes with"),
         ({"update": {"overlap": False}}, "update.overlap = false: servers take weights at their own pace"),
         ({"engine": {"mu": -0.1}}, "engine.mu = -0.1: is a share, from 0 to 1"),
         ({"engine": {"phi_wait": -1}}, "engine.phi_wait = -1: must be 0 or more"),
@@ -270,6 +274,35 @@ def test_what_no_coordinator_can_do_and_what_only_one_can_is_one_line(table: dic
     with pytest.raises(RecipeError) as error:
         load_table({"preset": "staleflow", **table})
     assert line(error).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"update": {"running": "interrupt"}}, "update.running = interrupt: with staleness.control"),
+        ({"update": {"synchronization": "selective"}}, "update.synchronization = selective: set it to"),
+        ({"engine": {"routing": "least_loaded"}}, "engine.routing = least_loaded: set it to"),
+        ({"engine": {"migration": "throughput"}}, "engine.migration = throughput: it would move trajectories"),
+        ({"engine": {"repack_s": 0.0}}, "engine.repack_s = 0.0: must be more than 0"),
+        ({"engine": {"kv_threshold": 1.5}}, "engine.kv_threshold = 1.5: is a share, at most 1"),
+        ({"engine": {"roofline_batch": 0}}, "engine.roofline_batch = 0: must be at least 1"),
+        ({"rollout": {"max_additional_running_prompts": 2}}, "rollout.max_additional_running_prompts = 2: has no"),
+        ({"staleness": {"control": "inflight_cap"}}, "engine.routing = own_batch: is the coordinator's; set"),
+    ],
+)
+def test_what_does_not_go_with_a_batch_of_each_server_s_own_is_one_line(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        load_table({"preset": "laminar", **table})
+    assert line(error).startswith(message)
+
+
+def test_laminar_takes_a_bound_from_staleness_buffers_and_may_leave_trajectories_where_they_are() -> None:
+    plain = load_table({"preset": "laminar"})
+    assert plain.one_version and plain.overlaps_update and plain.staleness.limit is None
+    bounded = load_table(
+        {"preset": "laminar", "staleness": {"control": "buffers", "bound": 4}, "engine": {"migration": "none"}}
+    )
+    assert bounded.one_version and bounded.staleness.limit == 4
 
 
 @pytest.mark.parametrize("migration", ["none", "throughput"])

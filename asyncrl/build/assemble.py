@@ -19,6 +19,7 @@ from asyncrl.core.advantage import Advantage, Advantages
 from asyncrl.core.coordinator import Coordinator
 from asyncrl.core.journal import NOTHING, Noted, Saved
 from asyncrl.core.policy.migration import Limits
+from asyncrl.core.policy.own_batch import Batches
 from asyncrl.core.policy.routing import ROUTING
 from asyncrl.core.staleness import make_control
 from asyncrl.core.staleness.buffers import StalenessBuffers
@@ -183,7 +184,12 @@ async def assemble(recipe: Recipe, world: World) -> Run:
     parameters: ParameterServer
     if recipe.coordinated:
         pulled = PulledParameterServer(
-            proxy=proxy, transport=world.transport, trainer=world.trainer, observer=world.observer, version=version
+            proxy=proxy,
+            transport=world.transport,
+            trainer=world.trainer,
+            observer=world.observer,
+            version=version,
+            cuts=not recipe.one_version,
         )
         coordination = Coordination(
             coordinator=Coordinator(
@@ -192,7 +198,15 @@ async def assemble(recipe: Recipe, world: World) -> Run:
                 migration=recipe.engine.migration,
                 cost=cost_of(recipe.sim.instance),
                 mu=recipe.engine.mu,
-                limits=Limits(phi_wait=recipe.engine.phi_wait, phi_throughput=recipe.engine.phi_throughput),
+                limits=Limits(
+                    phi_wait=recipe.engine.phi_wait,
+                    phi_throughput=recipe.engine.phi_throughput,
+                    kv_threshold=recipe.engine.kv_threshold,
+                    roofline_batch=recipe.engine.roofline_batch,
+                ),
+                batches=Batches(slots=rollout.num_envs, members=rollout.group_size + rollout.group_size_redundancy)
+                if recipe.engine.routing == "own_batch"
+                else None,
             ),
             proxy=proxy,
             parameters=pulled,
@@ -200,6 +214,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
             control=control,
             observer=world.observer,
             stream_interval=recipe.engine.stream_interval if recipe.engine.fit_cost else 0,
+            look_s=recipe.engine.repack_s if recipe.engine.migration == "repack" else 0.0,
         )
         parameters, services = pulled, [coordination.run]
     else:

@@ -203,12 +203,12 @@ def _draw(
 def report(recipe: Recipe, system: System, work: Workload) -> Iterator[str]:
     p = predict(system, work)
     control = {
-        "inflight_cap": f"staleness buffers, η = {system.bound:g}, taken as a cap"
-        if recipe.coordinated
-        else f"in-flight cap, α = {system.bound:g}",
+        "inflight_cap": f"in-flight cap, α = {system.bound:g}",
+        "buffers": f"staleness buffers, η = {system.bound:g}, taken as a cap",
+        "inherent": f"inherent staleness, taken as a queue of {system.queue:g} batches",
         "queue_drop": f"queue-drop, {system.queue:g} batches",
         "queue_max": f"queue-max, at most {math.floor(system.bound)}",
-    }[system.control]
+    }[recipe.staleness.control]
     servers = f"{system.servers} × {system.server_gpus} GPU for rollout"
     yield f"{recipe.name}: {servers}, {system.trainer_gpus} for training; {recipe.preset} ({control})"
     yield ""

@@ -77,7 +77,13 @@ async def simulated(
     recipe = read_samples(recipe)
     sim, engine, seed = recipe.sim, recipe.engine, recipe.seed
     trace = TraceRecorder(keep_batches=True)
-    checked = Checked(observer or trace, limit=recipe.staleness.limit, first=saved.version, stall_s=sim.stall_s)
+    checked = Checked(
+        observer or trace,
+        limit=recipe.staleness.limit,
+        one_version=recipe.one_version,
+        first=saved.version,
+        stall_s=sim.stall_s,
+    )
     tasks = SimTasks(sim, seed=seed)
     trainer = SimTrainer(sim.trainer, recipe.trainer.ranks * recipe.trainer.micro_batch_tokens, checkpoint)
     lengths = TaskLengths(sim, tasks, seed=seed, progress=lambda: trainer.version / recipe.run.steps)

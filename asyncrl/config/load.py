@@ -18,7 +18,8 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 import msgspec
 
 from asyncrl.config.algorithm import check_algorithm
-from asyncrl.config.base import RecipeError, Section
+from asyncrl.config.base import RecipeError, Section, require
+from asyncrl.config.coordination import check_coordination
 from asyncrl.config.recipe import Recipe, Source
 from asyncrl.config.redact import redacted
 from asyncrl.config.relays import check_relays
@@ -114,7 +115,7 @@ def check(recipe: Recipe) -> None:
         "sim.tasks": sim.tasks,
     }
     for key, value in at_least_one.items():
-        _require(value >= 1, key, value, "must be at least 1")
+        require(value >= 1, key, value, "must be at least 1")
     not_negative = {
         "staleness.bound": recipe.staleness.bound,
         "rollout.temperature": r.temperature,
@@ -157,7 +158,7 @@ def check(recipe: Recipe) -> None:
         **{f"sim.faults[{i}].for_s": fault.for_s for i, fault in enumerate(sim.faults)},
     }
     for key, number in not_negative.items():
-        _require(math.isfinite(number) and number >= 0, key, number, "must be 0 or more")
+        require(math.isfinite(number) and number >= 0, key, number, "must be 0 or more")
     positive = {
         "env.reset_timeout_s": recipe.env.reset_timeout_s,
         "env.step_timeout_s": recipe.env.step_timeout_s,
@@ -188,7 +189,7 @@ def check(recipe: Recipe) -> None:
         **{f"sim.faults[{i}].factor": fault.factor for i, fault in enumerate(sim.faults)},
     }
     for key, number in positive.items():
-        _require(math.isfinite(number) and number > 0, key, number, "must be more than 0")
+        require(math.isfinite(number) and number > 0, key, number, "must be more than 0")
     shares = {
         "env.max_failure_rate": recipe.env.max_failure_rate,
         "env.max_infra_failure_rate": recipe.env.max_infra_failure_rate,
@@ -200,84 +201,84 @@ def check(recipe: Recipe) -> None:
         "sim.env.slow": sim.env.slow,
     }
     for key, number in shares.items():
-        _require(0 <= number <= 1, key, number, "is a share, between 0 and 1")
+        require(0 <= number <= 1, key, number, "is a share, between 0 and 1")
     for i, fault in enumerate(sim.faults):
         servers = len(e.urls) or e.count
-        _require(0 <= fault.server < servers, f"sim.faults[{i}].server", fault.server, f"there are {servers} servers")
-    _require(0 <= recipe.gateway.port < 65536, "gateway.port", recipe.gateway.port, "must be from 0 to 65535")
+        require(0 <= fault.server < servers, f"sim.faults[{i}].server", fault.server, f"there are {servers} servers")
+    require(0 <= recipe.gateway.port < 65536, "gateway.port", recipe.gateway.port, "must be from 0 to 65535")
     _check_adaptive(recipe)
-    _require(recipe.staleness.queue >= 1, "staleness.queue", recipe.staleness.queue, "must hold at least one batch")
-    _require(all(0 <= b < 1 for b in t.betas), "trainer.betas", list(t.betas), "must be in [0, 1)")
-    _require(0 < r.top_p <= 1, "rollout.top_p", r.top_p, "must be in (0, 1]")
+    require(recipe.staleness.queue >= 1, "staleness.queue", recipe.staleness.queue, "must hold at least one batch")
+    require(all(0 <= b < 1 for b in t.betas), "trainer.betas", list(t.betas), "must be in [0, 1)")
+    require(0 < r.top_p <= 1, "rollout.top_p", r.top_p, "must be in (0, 1]")
     check_algorithm(recipe.algorithm)
-    _require(bool(e.urls) or e.count >= 1, "engine.count", e.count, "must be at least 1, or give engine.urls")
-    _require(
+    require(bool(e.urls) or e.count >= 1, "engine.count", e.count, "must be at least 1, or give engine.urls")
+    require(
         t.ranks <= recipe.batch_trajectories,
         "trainer.ranks",
         t.ranks,
         f"is more than the {recipe.batch_trajectories} sequences of a batch; lower it or raise rollout.batch_groups",
     )
-    _require(
+    require(
         not t.stream or not recipe.algorithm.of_whole_batch,
         "trainer.stream",
         "true",
         f"needs advantages that each group has by itself, but algorithm.{recipe.algorithm.of_whole_batch} looks at the "
         "whole batch; set one or the other differently",
     )
-    _require(
+    require(
         not t.stream or recipe.streamed_groups >= 1,
         "trainer.stream",
         "true",
         f"the first of algorithm.mini_batches = {recipe.algorithm.mini_batches} holds no whole group of "
         f"rollout.batch_groups = {r.batch_groups}; lower it",
     )
-    _require(
+    require(
         bool(t.url) or t.ranks % t.sequence_parallel == 0,
         "trainer.sequence_parallel",
         t.sequence_parallel,
         f"must divide trainer.ranks = {t.ranks}",
     )
-    _require(
+    require(
         r.group_size >= 2 or not recipe.algorithm.compares_groups,
         "rollout.group_size",
         r.group_size,
         f"must be at least 2: {recipe.algorithm.advantage} compares the trajectories of a group",
     )
-    _require(
+    require(
         r.max_new_tokens < r.max_tokens,
         "rollout.max_new_tokens",
         r.max_new_tokens,
         f"leaves no room for a prompt within rollout.max_tokens = {r.max_tokens}",
     )
-    _require(
+    require(
         r.max_tokens <= e.max_total_tokens,
         "rollout.max_tokens",
         r.max_tokens,
         f"does not fit into a server's KV cache of engine.max_total_tokens = {e.max_total_tokens}",
     )
     turns = max(source.env.max_turns for source in recipe.mixture.values())
-    _require(
+    require(
         r.expand_num_return_sequences or turns == 1,
         "rollout.expand_num_return_sequences",
         "false",
         f"needs a single turn, but env.max_turns = {turns}; set it to true",
     )
-    _require(
+    require(
         r.expand_num_return_sequences or r.group_size <= e.max_running_requests,
         "engine.max_running_requests",
         e.max_running_requests,
         f"must hold a whole group of {r.group_size} when expand_num_return_sequences is false",
     )
-    _require(
+    require(
         r.expand_num_return_sequences or not r.group_size_redundancy,
         "rollout.group_size_redundancy",
         r.group_size_redundancy,
         "needs separate requests for the members of a group; set rollout.expand_num_return_sequences = true",
     )
-    _check_coordination(recipe)
+    check_coordination(recipe)
     share = recipe.run.eval_share
-    _require(0 < share <= 1, "run.eval_share", share, "is a share, more than 0 and at most 1")
-    _require(
+    require(0 < share <= 1, "run.eval_share", share, "is a share, more than 0 and at most 1")
+    require(
         not (recipe.run.eval_tasks or recipe.run.eval_every)
         or recipe.sim.heldout > 0
         or any(s.task.heldout for s in recipe.mixture.values()),
@@ -291,64 +292,20 @@ def check(recipe: Recipe) -> None:
         _check_source(f"sources.{name}" if name else "env", source)
 
 
-def _check_coordination(recipe: Recipe) -> None:
-    engine, bound = recipe.engine, recipe.staleness.bound
-    if recipe.coordinated:
-        _require(bound == math.floor(bound), "staleness.bound", bound, "η of staleness buffers is a whole number")
-        _require(
-            recipe.update.running == "interrupt",
-            "update.running",
-            recipe.update.running,
-            'a server that pulls interrupts its requests; set it to "interrupt" for staleness.control = "buffers"',
-        )
-        _require(
-            recipe.update.overlap,
-            "update.overlap",
-            "false",
-            'servers take weights at their own pace; leave it out for staleness.control = "buffers"',
-        )
-        _require(0 <= engine.mu <= 1, "engine.mu", engine.mu, "is a share, from 0 to 1")
-        _require(engine.phi_wait >= 0, "engine.phi_wait", engine.phi_wait, "must be 0 or more")
-        _require(
-            math.isfinite(engine.phi_throughput) and engine.phi_throughput > 1,
-            "engine.phi_throughput",
-            engine.phi_throughput,
-            "is how many times as fast, more than 1",
-        )
-        return
-    needs = {
-        "engine.routing": engine.routing == "waterfall",
-        "engine.migration": engine.migration != "none",
-        "update.synchronization": recipe.update.synchronization != "all",
-    }
-    values = {
-        "engine.routing": engine.routing,
-        "engine.migration": engine.migration,
-        "update.synchronization": recipe.update.synchronization,
-    }
-    for key, broken in needs.items():
-        _require(not broken, key, values[key], 'is the coordinator\'s; set staleness.control = "buffers"')
-
-
 def _check_source(table: str, source: Source) -> None:
     env = source.env
     positive = {"weight": source.weight, "max_turns": env.max_turns}
     positive |= {key: getattr(env, key) for key in ("reset_timeout_s", "step_timeout_s", "reward_timeout_s")}
     for key, value in positive.items():
-        _require(math.isfinite(value) and value > 0, f"{table}.{key}", value, "must be more than 0")
+        require(math.isfinite(value) and value > 0, f"{table}.{key}", value, "must be more than 0")
     shortest = env.reset_timeout_s + env.step_timeout_s + env.reward_timeout_s
-    _require(
+    require(
         shortest <= env.episode_timeout_s,
         "env.episode_timeout_s",
         env.episode_timeout_s,
         f"is less than {table}.reset_timeout_s + {table}.step_timeout_s + {table}.reward_timeout_s = {shortest:g} s, "
         "which a single turn may take; raise it, or lower those",
     )
-
-
-def _require(condition: bool, key: str, value: Any, remedy: str) -> None:
-    if not condition:
-        raise RecipeError(f"{key} = {value}: {remedy}")
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
@@ -480,11 +437,11 @@ def _profile(profile: str, absolute: Callable[[str], str]) -> str:
 
 def _check_adaptive(recipe: Recipe) -> None:
     s, a, key = recipe.staleness, recipe.staleness.adaptive, "staleness.adaptive"
-    _require(a.target >= 0, f"{key}.target", a.target, "must not be negative; 0: off")
-    _require(a.every_steps >= 1, f"{key}.every_steps", a.every_steps, "must be at least 1")
-    _require(0 <= a.bound_min <= a.bound_max, f"{key}.bound_min", a.bound_min, f"must be from 0 to {key}.bound_max")
+    require(a.target >= 0, f"{key}.target", a.target, "must not be negative; 0: off")
+    require(a.every_steps >= 1, f"{key}.every_steps", a.every_steps, "must be at least 1")
+    require(0 <= a.bound_min <= a.bound_max, f"{key}.bound_min", a.bound_min, f"must be from 0 to {key}.bound_max")
     if a.target:
         wanted = "needs a control whose bound moves; set staleness.control to inflight_cap or buffers"
-        _require(s.control in ("inflight_cap", "buffers"), f"{key}.target", a.target, wanted)
+        require(s.control in ("inflight_cap", "buffers"), f"{key}.target", a.target, wanted)
         within = f"must be from {key}.bound_min to bound_max"
-        _require(a.bound_min <= s.bound <= a.bound_max, "staleness.bound", s.bound, within)
+        require(a.bound_min <= s.bound <= a.bound_max, "staleness.bound", s.bound, within)

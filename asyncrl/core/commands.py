@@ -30,4 +30,10 @@ class Interrupt(Record, frozen=True, kw_only=True):
     requests: tuple[int, ...]
 
 
-Command = Pull | Route | Interrupt
+class Abort(Record, frozen=True, kw_only=True):
+    """Refuse these waiting requests: no server has the version any more that began them, and no other may go on."""
+
+    requests: tuple[int, ...]
+
+
+Command = Pull | Route | Interrupt | Abort

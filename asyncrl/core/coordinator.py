@@ -33,10 +33,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from asyncrl.core.commands import Command, Interrupt, Pull, Route
+from asyncrl.core.commands import Abort, Command, Interrupt, Pull, Route
 from asyncrl.core.cost_model import CostModel
 from asyncrl.core.policy.load import Admission, Load, Queue
 from asyncrl.core.policy.migration import MIGRATION, Limits
+from asyncrl.core.policy.own_batch import Batches, OwnBatch
 from asyncrl.core.policy.router import EachByItself, MakeRouter, route
 from asyncrl.core.policy.routing import ROUTING, RequestView
 from asyncrl.core.policy.synchronization import SYNCHRONIZATION
@@ -65,8 +66,9 @@ class _Expected:
 
 class Coordinator:
     """``routing``, ``synchronization`` and ``migration`` are names in ``ROUTERS``, ``SYNCHRONIZATION`` and
-    ``MIGRATION``; any of them go together. ``cost`` may be replaced at any time by one that was fitted since. ``most``
-    is the number of waiting requests that a plan looks at."""
+    ``MIGRATION``; StaleFlow's and the vanilla ones go together in any way, and so do Laminar's ``own_batch`` and
+    ``when_empty`` with ``repack`` or none. ``cost`` may be replaced at any time by one that was fitted since. ``most``
+    is the number of waiting requests that a plan looks at, or routes. ``batches`` are those of ``own_batch``."""
 
     def __init__(
         self,
@@ -78,6 +80,7 @@ class Coordinator:
         mu: float = 0.8,
         limits: Limits | None = None,
         most: int = 128,
+        batches: Batches | None = None,
     ) -> None:
         self._routing = routing
         self._synchronize = SYNCHRONIZATION[synchronization]
@@ -86,15 +89,27 @@ class Coordinator:
         self._mu = mu
         self._limits = limits or Limits()
         self._most = most
+        self._batches = batches
         self._expected: dict[str, _Expected] = {}
         self._cut_at: dict[str, int] = {}
         """What a server had generated when requests that waited inside it were cut last."""
         self.unfinished = False
         """The last plan stopped at its limit: plan again soon, though nothing else happens."""
+        self.look = False
+        """The next plan looks whether to repack. It also does so when there is a new version."""
+        self._looked_at = -1
+        """The newest version at the last look."""
+        self._kv: dict[str, int] = {}
+        """What each server used of its KV cache then."""
 
     def forget(self, instance: str) -> None:
         """The server failed: what it was told has no effect any more. Its next snapshot is taken as it is."""
         self._expected.pop(instance, None)
+
+    def rests(self, group: int) -> None:
+        """No trajectory of the group is under way: it has ended, or what failed of it begins anew later."""
+        if self._batches is not None:
+            self._batches.left(group)
 
     def plan(self, snapshot: FleetSnapshot, room: Callable[[int], int]) -> list[Command]:
         """What to do now; nothing, if all is well. ``room(version)`` says how many groups without V_traj may start on a
@@ -106,24 +121,31 @@ class Coordinator:
         if snapshot.suspended:
             return []
         loads = [self._load(index, instance) for index, instance in enumerate(snapshot.instances)]
-        queue, admission = Queue(snapshot.waiting_requests, self._most), Admission(room)
+        if self._batches is not None:
+            self._batches.see(loads, snapshot.waiting_requests)
+        queue, admission = Queue(snapshot.waiting_requests, None if self._batches else self._most), Admission(room)
         router = self._router(snapshot)
         commands = _Commands()
         for load in self._synchronize(loads, snapshot.newest, queue, admission, router):
             commands.pull(load)
             queue.add(load.requests.values())
             load.pull(snapshot.newest)
-        if not self.unfinished:
+        if self._batches is not None:
+            self._repack(loads, snapshot.newest, commands, self._batches)
+        elif not self.unfinished:
             self._move(loads, queue, commands, 1.0 / snapshot.mean_new_tokens)
         routed = 0
         for request, load in route(router(loads, admission), queue, admission):
             commands.route(request, load)
             routed += 1
+            if routed == self._most:
+                break
         self.unfinished = routed == self._most
         issued = commands.all()
         for command in issued:
             self._issue(command, snapshot.newest)
-        return issued
+        lost = () if self._batches is None else _lost(snapshot, loads)
+        return [*issued, Abort(requests=lost)] if lost else [*issued]
 
     def _load(self, index: int, instance: InstanceSnapshot) -> Load:
         if not instance.up:
@@ -135,9 +157,11 @@ class Coordinator:
         shown = expected.shown_by(instance)
         if shown:
             expected.version = instance.version
-        return Load(index, instance, up=shown and not instance.pulling, promised=expected.version)
+        return Load(
+            index, instance, up=shown and not instance.pulling, promised=max(expected.version, instance.version)
+        )
 
-    def _issue(self, command: Command, newest: int) -> None:
+    def _issue(self, command: Pull | Route | Interrupt, newest: int) -> None:
         expected = self._expected[command.instance]
         match command:
             case Pull():
@@ -148,6 +172,8 @@ class Coordinator:
                 expected.interrupted += len(requests)
 
     def _router(self, snapshot: FleetSnapshot) -> MakeRouter:
+        if self._batches is not None:
+            return partial(OwnBatch, self._batches, snapshot.newest)
         if self._routing == "waterfall":
             mean, pace = snapshot.mean_new_tokens, snapshot.pace
             return partial(Waterfall, cost=self.cost, mu=self._mu, mean_new_tokens=mean, pace=pace)
@@ -170,6 +196,23 @@ class Coordinator:
                 commands.interrupt(source, [request])
                 commands.route(request, target)
 
+    def _repack(self, loads: list[Load], newest: int, commands: _Commands, batches: Batches) -> None:
+        """Laminar §5.1: now and then, and at each new version."""
+        if not self.look and newest == self._looked_at:
+            return
+        self.look, self._looked_at = False, newest
+        for load in loads:
+            load.kv_before = self._kv.get(load.name, -1)
+            self._kv[load.name] = load.kv_tokens
+        for source, destination in self._migrate(loads, self.cost, self._limits).moves:
+            batches.move(source, destination)
+            requests = list(source.requests.values())
+            commands.interrupt(source, requests)
+            for request in requests:
+                source.lose(request)
+                destination.take(request)
+                commands.route(request, destination)
+
     def _better(self, source: Load, target: Load, spread: float) -> list[RequestView]:
         """Of what ``source`` runs, the last to come first, what is better on ``target``; moved there in the loads."""
         moves = []
@@ -184,6 +227,18 @@ class Coordinator:
                 target.take(request)
                 moves.append(request)
         return moves
+
+
+def _lost(snapshot: FleetSnapshot, loads: Iterable[Load]) -> tuple[int, ...]:
+    """Waiting requests with tokens of a version that no server has any more, a failed one as far as is known."""
+    held = {load.version if load.promised < 0 else load.promised for load in loads}
+    return tuple(
+        request.id
+        for version, level in snapshot.waiting_requests.items()
+        if version is not None and version not in held
+        for request in level
+        if request.after == version
+    )
 
 
 class _Commands:
@@ -209,7 +264,7 @@ class _Commands:
             self._routes.setdefault(load.name, {})[request.id] = None
             self._versions[load.name] = load.version
 
-    def all(self) -> list[Command]:
+    def all(self) -> list[Pull | Route | Interrupt]:
         """Routes to old versions first: in this order the first of a group is the one that set its V_traj."""
         routes = sorted(self._routes.items(), key=lambda item: self._versions[item[0]])
         return [

@@ -4,7 +4,8 @@ One round is a snapshot, ``Coordinator.plan`` and the start of its commands, in 
 change in between. A Route takes effect at once, in the proxy's books; Pull and Interrupt take as long as the servers
 need, each beside the others, and the books show when they have been carried out.
 
-    run()    waits for: something to decide     woken by: touch()
+    run()    waits for: something to decide     woken by: touch(); with a repack also the clock, which alone tells that
+             a server has not been given anything for a while (Laminar §5.1: "a periodic check, e.g. 5 seconds")
     touch()  a request came, went or was cut; room, a version or a server appeared; the control admits more; a server's
              KV cache fills up. All that happens within one turn of the loop makes one round. A plan that stopped at
              its limit is gone on with in the next turn.
@@ -20,7 +21,7 @@ import math
 from collections.abc import Sequence
 from operator import itemgetter
 
-from asyncrl.core.commands import Interrupt, Pull, Route
+from asyncrl.core.commands import Abort, Interrupt, Pull, Route
 from asyncrl.core.coordinator import Coordinator
 from asyncrl.core.pace import Pace
 from asyncrl.core.staleness.base import StalenessControl
@@ -33,6 +34,7 @@ from asyncrl.runtime.pulls import PulledParameterServer
 from asyncrl.runtime.sample_buffer import SampleBuffer
 from asyncrl.runtime.trajectory_server import Request
 
+LOST = "the servers that had begun it have failed, and no other has their version"
 NEARLY_FULL = 0.9
 """Share of the KV cache, by the proxy's books, from which on a server is asked who waits."""
 ASK_AGAIN = 0.01
@@ -40,7 +42,8 @@ ASK_AGAIN = 0.01
 
 
 class Coordination:
-    """``stream_interval``: tokens that a server generates between two chunks; 0: the cost model stays as it is."""
+    """``stream_interval``: tokens that a server generates between two chunks; 0: the cost model stays as it is.
+    ``look_s``: seconds between two looks for a repack; 0: none but at new versions."""
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class Coordination:
         control: StalenessControl,
         observer: Observer,
         stream_interval: int,
+        look_s: float = 0.0,
     ) -> None:
         self._coordinator = coordinator
         self._proxy = proxy
@@ -62,9 +66,11 @@ class Coordination:
         # What servers generate is seen in chunks; without streaming too late to tell how fast.
         self._meter = Meter(coordinator.cost, steps=4 * max(16, stream_interval)) if stream_interval else None
         self._pace = Pace()
+        self._look_s = look_s
         self._something = asyncio.Event()
         proxy.on_change = buffer.on_change = self.touch
         buffer.on_batch = self._taken
+        buffer.on_rest = coordinator.rests
 
     def touch(self) -> None:
         self._something.set()
@@ -79,6 +85,8 @@ class Coordination:
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as under_way:
+            if self._look_s:
+                under_way.create_task(self._look())
             while True:
                 await self._something.wait()
                 self._something.clear()
@@ -86,6 +94,12 @@ class Coordination:
                 if self._coordinator.unfinished:
                     self.touch()
                     await asyncio.sleep(0)  # what else is ready goes first
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(self._look_s)
+            self._coordinator.look = True
+            self.touch()
 
     def _round(self, under_way: asyncio.TaskGroup) -> None:
         instances = {i.name: i for i in self._proxy.instances}
@@ -97,6 +111,9 @@ class Coordination:
         snapshot = self._proxy.snapshot(newest, self._pace.seconds)
         routes: list[tuple[int, Instance, Route]] = []
         for command in self._coordinator.plan(snapshot, self._buffer.room):
+            if isinstance(command, Abort):
+                self._proxy.refuse(command.requests, LOST)
+                continue
             instance = instances[command.instance]
             match command:
                 case Pull():
@@ -140,6 +157,9 @@ class Coordination:
     def _starts(self, request: Request, version: int) -> bool:
         """The version may serve the request, whose group has a V_traj or is given one now."""
         start = request.start
+        if start.group_id >= 0 and not self._buffer.plays(start.group_id):
+            self._coordinator.rests(start.group_id)
+            return False
         if request.view.oldest > version:
             return False
         if start.v_traj is None:

@@ -336,6 +336,14 @@ class LLMProxy:
         else:
             self._give(instance, request)
 
+    def refuse(self, numbers: Sequence[int], why: str) -> None:
+        """These waiting requests, if they still wait, will not be served."""
+        for number in numbers:
+            if (request := self.waiting.get(number)) is not None:
+                self.waiting.remove(request)
+                if not request.given.done():
+                    request.given.set_exception(EngineRejected(why))
+
     def _queue(self, view: RequestView) -> TrajectoryServer:
         return self._evaluating if view.pinned else self.waiting
 
@@ -480,6 +488,9 @@ class LLMProxy:
             for instance in down:
                 if await instance.engine.health() and self.on_return is not None:
                     await self.on_return(instance)
+                elif instance.version >= 0 and loop.time() - instance.down_since > self._patience_s:
+                    instance.version = -1  # what it has begun is not waited for any longer
+                    self.on_change()
             if all(not i.up and loop.time() - i.down_since > self._patience_s for i in self._instances):
                 raise FleetDown(f"no inference server is left; the last error was: {self._last_error}")
 

@@ -14,7 +14,7 @@ allows. A server never goes back: each pull takes the newest version there is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from asyncrl.ports import EngineError, EngineRejected, Observer, TrainerDied, WeightTransport
@@ -53,7 +53,8 @@ class ReadersWriter:
 
 
 class PulledParameterServer(ParameterServer):
-    """``version`` is the newest that servers can pull."""
+    """``version`` is the newest that servers can pull. Where ``cuts`` is false, servers pull only when nothing runs on
+    them, and an evaluation takes servers that have the newest version, or waits for one."""
 
     def __init__(
         self,
@@ -63,10 +64,12 @@ class PulledParameterServer(ParameterServer):
         trainer: RestartingTrainer,
         observer: Observer,
         version: int = 0,
+        cuts: bool = True,
     ) -> None:
         super().__init__(
             proxy=proxy, transport=transport, trainer=trainer, running="interrupt", observer=observer, version=version
         )
+        self._cuts = cuts
         self._access = ReadersWriter()
         self._pull_ended = asyncio.Event()
         """Set at the end of each pull."""
@@ -140,29 +143,38 @@ class PulledParameterServer(ParameterServer):
     @asynccontextmanager
     async def pinned(self, share: float) -> AsyncIterator[int | None]:
         instances = await self._free(share)
+        version = self._version
         for instance in instances:
-            instance.pinned = instance.pulling = True
+            instance.pinned = True
         try:
-            try:
-                async with self._access.shared(), asyncio.TaskGroup() as pulls:
-                    version = self._version
-                    for instance in instances:
-                        if instance.version < version:
-                            pulls.create_task(self._take(instance))
-            finally:
-                for instance in instances:
-                    self._end_pull(instance)
+            if self._cuts:
+                version = await self._take_all(instances)
             yield version if any(i.pinned for i in instances) else None
         finally:
             for instance in instances:
                 self._proxy.unpin(instance)
             self._proxy.on_change()
 
+    async def _take_all(self, instances: Sequence[Instance]) -> int:
+        """They all hold the version that is returned, but those that failed."""
+        for instance in instances:
+            instance.pulling = True
+        try:
+            async with self._access.shared(), asyncio.TaskGroup() as pulls:
+                version = self._version
+                for instance in instances:
+                    if instance.version < version:
+                        pulls.create_task(self._take(instance))
+        finally:
+            for instance in instances:
+                self._end_pull(instance)
+        return version
+
     async def _free(self, share: float) -> list[Instance]:
         """``share`` of the servers, those first that have the newest weights; none if none is up."""
         while True:
             up = [i for i in self._proxy.instances if i.up]
-            free = [i for i in up if not i.pulling]
+            free = [i for i in up if not i.pulling and (self._cuts or i.version == self._version)]
             if free or not up:
                 free.sort(key=lambda i: -i.version)
                 return free[: max(1, int(share * len(self._proxy.instances)))]

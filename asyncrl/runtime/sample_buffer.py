@@ -1,8 +1,7 @@
 """SampleBuffer: from admitted tasks to training batches (ROLL Flash §4.2), and the books of every trajectory.
 
 Owns the ledger, the staleness control, the task cursor and the unfinished groups. Every state change is one synchronous
-method, so atomic on the loop; only ``lease``, ``get_part`` and ``get_batch``
-wait.
+method, so atomic on the loop; only ``lease``, ``get_part`` and ``get_batch`` wait.
 
     lease()       waits for: admission of an episode       woken by: _admit() after consume, release, a new version
     get_batch()   waits for: a batch that is certain       woken by: the last occupy, or a release of a due group
@@ -10,8 +9,7 @@ wait.
     put()         never waits: the place was reserved
 
 A group is admitted only when an EnvManager is free to begin it, so its V_traj is the version of that moment. A trainer
-that waits gets its batch within the very call that completes it, so nothing that ends in the same tick can drop any of
-it from a queue.
+that waits gets its batch within the very call that completes it, so nothing that ends in the same tick can drop of it.
 """
 
 from __future__ import annotations
@@ -127,6 +125,7 @@ class SampleBuffer:
         """Called when the control may admit what it did not before."""
         self.on_batch: Callable[[Sequence[Group]], None] = lambda groups: None
         """Called with each batch when it is complete."""
+        self.on_rest: Callable[[int], None] = lambda group_id: None  # no member of the group is played any more
         self._restore(saved)
 
     @property
@@ -245,6 +244,10 @@ class SampleBuffer:
         """How many groups more may be given this V_traj now."""
         return self._control.room(version)
 
+    def plays(self, group_id: int) -> bool:
+        """Whether the group still misses trajectories. Of one that does not, requests may wait a moment longer."""
+        return group_id in self._open and self._open[group_id].missing > 0
+
     def assign(self, group_id: int, version: int) -> bool:
         """A server that holds ``version`` is about to take the first request of a group: it is the group's V_traj, if
         the control admits that. False if it does not, or the group has left."""
@@ -297,6 +300,7 @@ class SampleBuffer:
             raise StalenessViolation(f"trajectory {trajectory.id} was put twice or does not belong to {lease}")
         self._accounts.scored(trajectory)
         slot.trajectory = trajectory
+        self._rest(group)
         group.missing -= 1
         if not group.missing:
             self._interrupt(group, State.SURPLUS, "group complete")
@@ -334,6 +338,7 @@ class SampleBuffer:
             if slot.trajectory is None:
                 self._accounts.failed(slot.trajectory_id, reason, infra=infra)
                 slot.lease = None
+        self._rest(group)
         lost = sorted((s.attempt, i) for i, s in enumerate(group.slots) if s.lease is None)
         again = lost[: max(0, len(lost) - self._redundancy)]
         if all(attempt < self._retries for attempt, _ in again):
@@ -378,10 +383,15 @@ class SampleBuffer:
                 self._accounts.cut(slot.trajectory_id, state, reason)
                 leases[id(slot.lease)] = slot.lease
                 slot.lease = None
+        self._rest(group)
         for lease in leases.values():
             lease.revoked = reason
             if lease.on_revoke is not None:
                 lease.on_revoke()
+
+    def _rest(self, group: OpenGroup) -> None:
+        if not any(s.lease is not None and s.lease.stage is not None and s.trajectory is None for s in group.slots):
+            self.on_rest(group.id)
 
     # --- batches
 

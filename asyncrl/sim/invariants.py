@@ -3,7 +3,8 @@
     ledger      every trajectory is live or final once; the live ones are those of the groups that the buffer holds
     staleness   nothing is trained beyond the recipe's bound, nor before its time
     tokens      a response is the one that a server sampled: no token lost, repeated, or of another request
-    versions    of a trajectory never decrease; of a server only if it was down; a server that pulls is given nothing
+    versions    of a trajectory never decrease, or are one, as the recipe has it; of a server decrease only if it was
+                down; a server that pulls is given nothing
     answers     a trajectory ends once; steps follow one another
     capacity    at the end no server runs anything, nothing waits, no group is open, every environment is closed
     time        what lasts ends after it began, and not later than now
@@ -77,14 +78,18 @@ class _Server:
 
 class Checked(Observer):
     """Passes everything on to ``inner``. ``limit`` is the largest staleness of a trained group, None if there is none;
-    ``first`` the step that is trained first. ``books`` are set once the run is wired."""
+    ``one_version`` says that a trajectory is one version's; ``first`` is the step that is trained first. ``books`` are
+    set once the run is wired."""
 
-    def __init__(self, inner: Observer, *, limit: int | None, first: int = 0, stall_s: float) -> None:
+    def __init__(
+        self, inner: Observer, *, limit: int | None, one_version: bool = False, first: int = 0, stall_s: float
+    ) -> None:
         self.books: Books | None = None
         self._violation: InvariantViolation | None = None
         """The first one: what is found after it may be its consequence."""
         self._inner = inner
         self._limit = limit
+        self._one_version = one_version
         self._stall_s = stall_s
         self._loop = asyncio.get_running_loop()
         self._next_step = first
@@ -121,7 +126,7 @@ class Checked(Observer):
         if self._ended[number]:
             raise self._broken(f"trajectory {number} ended twice, the second time as {state}")
         self._ended[number] = 1
-        if broken := _tokens_broken(trajectory) or _versions_broken(trajectory):
+        if broken := _tokens_broken(trajectory) or _versions_broken(trajectory, one=self._one_version):
             raise self._broken(f"trajectory {number}: {broken}")
         self._inner.trajectory(trajectory, state)
 
@@ -231,8 +236,10 @@ def _tokens_broken(t: Trajectory) -> str | None:
     return None
 
 
-def _versions_broken(t: Trajectory) -> str | None:
+def _versions_broken(t: Trajectory, *, one: bool) -> str | None:
     column = np.frombuffer(t.versions, dtype=np.int32)
+    if one and len(several := set(np.unique(column).tolist()) - {OBSERVED_VERSION}) > 1:
+        return f"several versions generated it: {sorted(several)}"
     for start, end in pairwise((0, *(t.segment_ends or (len(column),)))):
         versions = column[start:end]
         ends = np.flatnonzero(versions[1:] != versions[:-1])

@@ -127,6 +127,31 @@ def coordinated_recipe(seed: int, **tables: Any) -> Recipe:
     return random_recipe(seed, **{name: _over(drawn.get(name), tables.get(name)) for name in {**drawn, **tables}})
 
 
+def laminar_recipe(seed: int, **tables: Any) -> Recipe:
+    """The same with a batch of its own for each server, with and without a bound."""
+    rng = random.Random(f"laminar {seed}")
+    drawn: dict[str, Any] = {
+        "preset": "laminar",
+        "staleness": {
+            "control": rng.choice(["inherent", "inherent", "buffers"]),
+            "bound": rng.choice([0, 1, 2, 3]),
+            "queue": rng.choice([1, 1.5, 3]),
+        },
+        "update": {"running": "drain", "synchronization": "when_empty"},
+        "rollout": {"max_additional_running_prompts": 0, "num_envs": rng.randint(1, 24)},
+        "engine": {
+            "count": rng.randint(1, 4),
+            "routing": "own_batch",
+            "max_total_tokens": rng.choice([400, 600, 1000]),
+            "migration": rng.choice(["none", "repack", "repack"]),
+            "repack_s": rng.choice([0.05, 0.5, 5.0]),
+            "kv_threshold": rng.choice([0.5, 0.99]),
+            "roofline_batch": rng.choice([2, 4, 64]),
+        },
+    }
+    return random_recipe(seed, **{name: _over(drawn.get(name), tables.get(name)) for name in {**drawn, **tables}})
+
+
 def _over(below: Any, above: Any) -> Any:
     if above is None:
         return below
@@ -172,6 +197,7 @@ def check_laws(settings: Recipe, simulation: Simulation) -> None:
             versions = [v for v, mask in zip(t.versions, t.loss_mask, strict=True) if mask]
             assert versions == sorted(versions), "a version goes backwards within a trajectory"
             assert t.v_traj <= versions[0] and versions[-1] <= batch.step
+            assert not settings.one_version or versions[0] == versions[-1], "two versions generated a trajectory"
             assert all(v == -1 for v, mask in zip(t.versions, t.loss_mask, strict=True) if not mask)
             assert len(t.tokens) <= settings.rollout.max_tokens
         if settings.rollout.filter_zero_variance:

@@ -39,6 +39,12 @@ class Load:
         self.promised = promised
         self.cold = False
         """It pulls first, so it holds no prefixes."""
+        self.kv_before = -1
+        """``kv_tokens`` at the last look for a repack; -1 without one."""
+        self.groups = 0
+        """Unfinished groups of its own batch, where servers have one (core/policy/own_batch.py)."""
+        self.needed = False
+        """Something waits that only its version may go on with, and no server has."""
 
     def take(self, request: RequestView) -> None:
         self.running += request.slots

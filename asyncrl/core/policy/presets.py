@@ -45,6 +45,14 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "update": {"running": "interrupt", "overlap": True, "synchronization": "selective"},
         "engine": {"routing": "waterfall", "migration": "throughput"},
     },
+    # Laminar §3 to §6: each server generates a batch of its own on one version and takes new weights when that has
+    # ended or gone to another server; no trajectory mixes versions, no bound is set. The buffer's capacity is our
+    # choice, the paper gives none.
+    "laminar": {
+        "staleness": {"control": "inherent", "queue": 2.0},
+        "update": {"running": "drain", "overlap": True, "synchronization": "when_empty"},
+        "engine": {"routing": "own_batch", "migration": "repack", "fit_cost": False},
+    },
     # The staleness paper: servers never wait, weights come in flight, and a full queue drops its oldest group; a queue
     # of one batch is what it recommends.
     "queue-drop": {

@@ -12,11 +12,15 @@ from asyncrl.core.policy.routing import RequestView
 class Router(Protocol):
     """A routing strategy at work in one plan."""
 
-    def choose(self, request: RequestView) -> Load | None:
-        """The server that gets the request; None: it and those behind it wait."""
+    @property
+    def passes_over(self) -> bool:
+        """Whether requests whose group has a V_traj may wait while those behind them do not."""
 
-    def placed(self, load: Load) -> None:
-        """The server's load has changed."""
+    def choose(self, request: RequestView) -> Load | None:
+        """The server that gets the request; None: it waits, and those behind it, unless they may pass."""
+
+    def placed(self, request: RequestView, load: Load) -> None:
+        """The server has got the request, and its load has changed."""
 
     def pull(self, request: RequestView, chosen: Load | None) -> Load | None:
         """Of the servers ``offered`` the one that is better pulled for the request than the request given to
@@ -37,6 +41,8 @@ def route(router: Router, requests: Iterable[RequestView], admission: Admission)
     for request in requests:
         load = router.choose(request)
         if load is None:
+            if router.passes_over and request.v_traj is not None:
+                continue
             return
         place(router, request, load, admission)
         yield request, load
@@ -46,12 +52,14 @@ def place(router: Router, request: RequestView, load: Load, admission: Admission
     """The request is the server's."""
     admission.routed(request, load.version)
     load.take(request)
-    router.placed(load)
+    router.placed(request, load)
 
 
 class EachByItself:
     """A routing function of core/policy/routing.py, for every request in turn. A server in which requests wait gets
     none: migration would cut what was given to it, at every plan anew."""
+
+    passes_over = False
 
     def __init__(
         self,
@@ -72,7 +80,7 @@ class EachByItself:
             may[version] = self._admission.routable(request, version)
         return self._function(request, [load for load in self._loads if may[load.version]])
 
-    def placed(self, load: Load) -> None:
+    def placed(self, request: RequestView, load: Load) -> None:
         pass
 
     def pull(self, request: RequestView, chosen: Load | None) -> Load | None:

@@ -67,8 +67,21 @@ def selective(loads: Sequence[Load], newest: int, queue: Queue, admission: Admis
     return [load for load in candidates if load.index in pulls]
 
 
+def when_empty(
+    loads: Sequence[Load], newest: int, queue: Queue, admission: Admission, router: MakeRouter
+) -> list[Load]:
+    """Every server that is behind and whose batch has ended, of itself or as a repack has freed it (Laminar §3.1, §5):
+    none of its trajectories runs or is with its environment. One stays whose version is ``needed`` for what a failed
+    server has begun."""
+    return [load for load in _behind(loads, newest) if not load.running and not load.groups and not load.needed]
+
+
 def _behind(loads: Sequence[Load], newest: int) -> list[Load]:
     return [load for load in loads if load.up and not load.pinned and load.version < newest]
 
 
-SYNCHRONIZATION: dict[str, Synchronization] = {"all": all_at_once, "selective": selective}
+SYNCHRONIZATION: dict[str, Synchronization] = {
+    "all": all_at_once,
+    "selective": selective,
+    "when_empty": when_empty,
+}

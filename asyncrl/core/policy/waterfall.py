@@ -159,6 +159,8 @@ class Waterfall:
     """Algorithm 3 over the servers that the plan may command. What a server that pulls prefills again is counted as
     shared by the ``waiting`` requests that go to those ``offered``. Raises ``ValueError`` unless 0 ≤ μ ≤ 1."""
 
+    passes_over = False
+
     def __init__(
         self,
         loads: Sequence[Load],
@@ -200,7 +202,7 @@ class Waterfall:
         step = self._cost.step(load.running + request.slots, load.kv_tokens + request.tokens)
         return load.slowness * step <= self._pace
 
-    def placed(self, load: Load) -> None:
+    def placed(self, request: RequestView, load: Load) -> None:
         self._servers.update(load)
 
     def pull(self, request: RequestView, chosen: Load | None) -> Load | None:

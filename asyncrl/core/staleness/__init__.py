@@ -7,6 +7,7 @@ import math
 from asyncrl.core.staleness.base import StalenessControl
 from asyncrl.core.staleness.buffers import StalenessBuffers
 from asyncrl.core.staleness.inflight_cap import InflightCap
+from asyncrl.core.staleness.inherent import InherentStaleness
 from asyncrl.core.staleness.queue import QueueDrop, QueueMax
 
 
@@ -16,18 +17,20 @@ def make_control(
     """The control that the recipe's ``staleness.control`` names, for ``batch`` groups a step from ``step`` on.
 
     ``bound`` is α of ``inflight_cap`` and the largest staleness of ``buffers`` and ``queue_max``; ``queue`` the
-    capacity of ``queue_drop`` in batches; ``redundant`` the groups that ``inflight_cap`` runs beyond the need, or the
-    entries that ``buffers`` adds to each buffer (with a queue, the slots decide how many run). Raises ``ValueError``
-    for impossible numbers.
+    capacity of ``queue_drop`` and ``inherent`` in batches; ``redundant`` the groups that ``inflight_cap`` runs beyond
+    the need, or the entries that ``buffers`` adds to each buffer (with a queue, the slots decide how many run). Raises
+    ``ValueError`` for impossible numbers.
     """
+    capacity = math.floor(queue * batch + 1e-9)  # a decimal factor is meant exactly: 1.1 × 10 groups are 11
     match name:
         case "inflight_cap":
             return InflightCap(batch=batch, alpha=bound, redundant=redundant, step=step)
         case "buffers":
             return StalenessBuffers(batch=batch, bound=math.floor(bound), redundant=redundant, step=step)
         case "queue_drop":
-            # A decimal factor is meant exactly: 1.1 × 10 groups are 11.
-            return QueueDrop(batch=batch, capacity=math.floor(queue * batch + 1e-9), step=step)
+            return QueueDrop(batch=batch, capacity=capacity, step=step)
+        case "inherent":
+            return InherentStaleness(batch=batch, capacity=capacity, step=step)
         case "queue_max":
             return QueueMax(batch=batch, bound=math.floor(bound), step=step)
         case _:

@@ -21,8 +21,8 @@ from __future__ import annotations
 from asyncrl.core.staleness.base import UNBOUNDED, StalenessSnapshot, StalenessViolation, check_reserve
 
 
-class _Queue:
-    """What both share: ``occupy`` enters the queue, ``consume`` takes the first ``batch`` of it. O(1) a group."""
+class FirstInFirstOut:
+    """What queues share: ``occupy`` enters the queue, ``consume`` takes the first ``batch`` of it. O(1) a group."""
 
     evicts = True
     assigns_late = False
@@ -98,7 +98,7 @@ class _Queue:
         return f"<{name} step {self._step}: {reserved} reserved, {occupied} occupied>"
 
 
-class QueueDrop(_Queue):
+class QueueDrop(FirstInFirstOut):
     """The queue holds ``capacity`` ≥ ``batch`` groups; one that arrives at a full queue drops the oldest in it.
 
     Staleness has no bound, only a mean: C·M/(ρB) + (2q + ρ − 1)/2ρ where rollout is ρ > 1 times as fast as training,
@@ -131,7 +131,7 @@ class QueueDrop(_Queue):
         return self._snapshot(due=0, capacity=self._capacity)
 
 
-class QueueMax(_Queue):
+class QueueMax(FirstInFirstOut):
     """Nothing is trained with a staleness above ``bound`` ≥ 0: what is staler, or would be at its turn, is dropped.
 
     The paper drops a group when it has become too stale. But in a queue that is served in order the turn of a group is

@@ -1,0 +1,60 @@
+"""Repack: what is left of several servers' batches goes to few of them, and the others begin anew (Laminar §5).
+
+A decode step of few sequences takes about as long as one of many, as memory bounds it. So a server that has only the
+long tail of its batch left wastes most of its time, and keeps old weights. Servers of one version that ramp down are
+packed, best fit first, onto as few of them as hold their KV cache and their sequences.
+
+Ramping down shows in the KV cache (§5.2, figure 9): while requests wait for room it stays full, and when the last of
+them runs it begins to fall. Algorithm 1 asks for a use *below* that of the last look; the text for one that does not
+increase. It is the latter here, or a server whose trajectories are all with their environments, and which uses nothing
+at two looks in a row, would never be released.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asyncrl.core.policy.load import Load
+
+
+def ramps_down(load: Load, kv_threshold: float, roofline_batch: int) -> bool:
+    """Line 3, of a server that has something and that this plan may command."""
+    return (
+        load.up
+        and not load.pinned
+        and not load.cold
+        and not load.waiting
+        and (load.running > 0 or load.groups > 0)
+        and load.kv_tokens < kv_threshold * load.max_tokens
+        and load.kv_tokens <= load.kv_before
+        and load.running < roofline_batch
+    )
+
+
+def best_fit(candidates: Sequence[Load], kv_threshold: float, roofline_batch: int) -> list[tuple[Load, Load]]:
+    """Algorithm 1 from line 4 on: (source, destination) pairs, each server among the sources or the destinations only.
+
+    Line 7 lets a server be a source that was given something before, and looks at its own load alone. Then what it was
+    given would be on a server that is emptied. Here all that it would have must fit, and goes on with it.
+    """
+    moves: dict[int, Load] = {}
+    """Source → destination, in the order of release."""
+    tokens = {load.index: load.kv_tokens for load in candidates}
+    running = {load.index: load.running for load in candidates}
+    for source in sorted(candidates, key=lambda load: (load.kv_tokens, load.index)):
+        fitting = [
+            load
+            for load in candidates
+            if load is not source
+            and load.index not in moves
+            and tokens[load.index] + tokens[source.index] <= kv_threshold * load.max_tokens
+            and running[load.index] + running[source.index] <= min(roofline_batch, load.max_running)
+        ]
+        if fitting:
+            best = max(fitting, key=lambda load: (tokens[load.index], -load.index))
+            tokens[best.index] += tokens[source.index]
+            running[best.index] += running[source.index]
+            moves = {index: best if load is source else load for index, load in moves.items()}
+            moves[source.index] = best
+    by_index = {load.index: load for load in candidates}
+    return [(by_index[index], load) for index, load in moves.items()]
