@@ -192,7 +192,14 @@ def test_a_group_has_the_oldest_version_that_its_members_go_to_whatever_the_orde
         hand=lambda request, instance: given.append((request.view.id, instance.name)),
     )
     routes = [Route(instance="v4", requests=(1,)), Route(instance="v3", requests=(2,))]
-    anything: Any = SimpleNamespace(version=4, room=None, assign=assign, plan=lambda snapshot, room: routes)
+    anything: Any = SimpleNamespace(
+        version=4,
+        room=None,
+        assign=assign,
+        plays=lambda group: True,
+        plan=lambda snapshot, room: routes,
+        rests=None,
+    )
     coordination = Coordination(
         coordinator=anything,
         proxy=proxy,
