@@ -78,6 +78,8 @@ RECIPES = {
     "roll-flash, odd": recipe({"staleness": {"bound": 1}}, ODD),
     "staleflow": recipe({"preset": "staleflow", "staleness": {"bound": 2}}),
     "staleflow, multi-turn": recipe({"preset": "staleflow", "staleness": {"bound": 1}}, MULTI_TURN),
+    "laminar": recipe({"preset": "laminar"}),
+    "laminar, multi-turn": recipe({"preset": "laminar"}, MULTI_TURN),
     "queue-max": recipe({"preset": "queue-max", "staleness": {"bound": 1}}, MULTI_TURN),
     "queue-drop": recipe({"preset": "queue-drop"}),
     "batch rollout": recipe({"rollout": {"queue_scheduling": False}}),

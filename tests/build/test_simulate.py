@@ -16,7 +16,7 @@ from asyncrl.build import simulate, virtual
 from asyncrl.cli import main
 from asyncrl.config import Recipe, RecipeError, load_table, loads_json
 from asyncrl.observe.run_dir import METRICS, RECIPE, REPORT, SUMMARY, TRACE, TRAJECTORIES, read_lines
-from asyncrl.runtime.sample_buffer import SampleBuffer
+from asyncrl.runtime.accounts import Accounts
 
 CHAOS: dict[str, Any] = {
     "env": {"max_turns": 2, "retries": 2, "episode_timeout_s": 900, "max_failure_rate": 1.0},
@@ -157,7 +157,7 @@ def test_a_bug_fails_the_sweep_and_names_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A buffer that forgets what ended: every run fails, and the message replays the first seed."""
-    monkeypatch.setattr(SampleBuffer, "_end", lambda *args: None)
+    monkeypatch.setattr(Accounts, "_end", lambda *args: None)
     file = toml(tmp_path)
     assert main(["sim", str(file), "--seed", "5", "--seeds", "2", "--jobs", "1"]) == 1
     captured = capsys.readouterr()

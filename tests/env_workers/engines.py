@@ -83,9 +83,10 @@ class Chaotic(Engine):
     def reset(self, task: Task) -> str:
         mark = Path(self.marks) / f"{task.id}.begun"
         self.fault = str(task.data["fault"])
-        if mark.exists():
+        try:
+            mark.touch(exist_ok=False)
+        except FileExistsError:
             self.fault = ""
-        mark.touch()
         return "ab"
 
     def step(self, action: Action) -> Any:

@@ -62,7 +62,7 @@ class Engine(asyncrl.SyncEnv):
             raise ValueError("bad move")
         if mood < 0.03:
             time.sleep(1000)
-        if mood < 0.04:
+        if mood < 0.06:
             os._exit(3)
         return asyncrl.Step(observation="1=", reward=action.text.count("0") / 12, done=self.turn == 2)
 """
