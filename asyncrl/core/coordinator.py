@@ -18,9 +18,10 @@ was issued if and only if they are equal. An Abort, and a request that ends by i
 the requests come back to it, or if the one that they go to is the next to be cut. Here a request moves only if the two
 servers together are used better afterwards (``CostModel.use``), with its prefill counted in. Hence without other events
 each move raises the use of the fleet, and placements are finite in number: migrations end. What waits inside a server
-is of no use there; it is cut for good, and goes where it runs at once. By the books, that is: a server may see it
-otherwise and let it wait again. So a server that was cut so is not cut again before it has generated something; else
-two servers could send each other a request for ever, in no time.
+is of no use there; where another has room it is cut for good, and goes where it runs at once. (Where none has, it would
+wait outside as long, and without its prefix.) By the books, that is: a server may see it otherwise and let it wait
+again. So a server that was cut so is not cut again before it has generated something; else two servers could send each
+other a request for ever, in no time.
 
 **No plan holds the loop for long.** A plan looks at the first ``most`` requests that wait, and says that it is
 ``unfinished`` if it has routed them all; the next one goes on where it stopped. As the queue is in order, the plans
@@ -185,6 +186,9 @@ class Coordinator:
         for load, requests in migration.excess:
             if self._cut_at.get(load.name) == load.generated:
                 continue
+            requests = _with_room(requests, load, loads)
+            if not requests:
+                continue
             self._cut_at[load.name] = load.generated
             for request in requests:
                 load.lose(request)
@@ -227,6 +231,20 @@ class Coordinator:
                 target.take(request)
                 moves.append(request)
         return moves
+
+
+def _with_room(requests: Iterable[RequestView], source: Load, loads: Iterable[Load]) -> list[RequestView]:
+    """Those that another server has room for. The others would wait outside as they do inside, without their prefix."""
+    others = (o for o in loads if o is not source and o.up and not o.waiting and o.running < o.max_running)
+    rooms = {load: load.max_tokens - load.kv_tokens for load in others}
+    found = []
+    for request in requests:
+        fit = (load for load in rooms if load.version >= request.oldest and request.tokens <= rooms[load])
+        load = max(fit, key=rooms.__getitem__, default=None)
+        if load is not None:
+            rooms[load] -= request.tokens
+            found.append(request)
+    return found
 
 
 def _lost(snapshot: FleetSnapshot, loads: Iterable[Load]) -> tuple[int, ...]:

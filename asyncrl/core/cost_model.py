@@ -40,7 +40,8 @@ class CostModel(Record, frozen=True, kw_only=True):
     def use(self, n: int, kv: int, prefill: float = 0) -> float:
         """Share of a server's time that goes into its sequences, k1·kv + k3·n of each step; the rest is what a step
         takes for any number of them, and prefill. 0 for an idle server."""
-        return (self.k1 * kv + self.k3 * n) / self.step(n, kv, prefill) if n else 0.0
+        step = self.step(n, kv, prefill)
+        return (self.k1 * kv + self.k3 * n) / step if n and step else 0.0
 
     def gain(self, n: int, kv: int, tokens: int, slots: int = 1, prefill: float = 0) -> float:
         """What a server with ``n`` sequences in ``kv`` tokens gains in ``use`` by ``slots`` more in ``tokens`` more.

@@ -82,13 +82,14 @@ def requests(draw: st.DrawFn, first: int, most: int, *, started: bool = False, s
 
 @st.composite
 def servers(draw: st.DrawFn, slots: int = 1) -> list[InstanceSnapshot]:
+    """Each of a version that may serve what it has."""
     found = []
     for index, name in enumerate("abcd"[: draw(st.integers(1, 4))]):
         has = draw(requests(1000 * (index + 1), 8, started=True, slots=slots))
         found.append(
             server(
                 name,
-                draw(st.integers(0, 3)),
+                draw(st.integers(max((r.oldest for r in has), default=0), 3)),
                 has,
                 draw(st.integers(0, len(has))) if draw(st.integers(0, 3)) == 0 else 0,
                 up=draw(st.integers(0, 7)) > 0,

@@ -124,9 +124,11 @@ def test_what_could_only_come_back_is_not_cut() -> None:
 @pytest.mark.parametrize("routing", ["waterfall", *ROUTING])
 def test_what_waits_inside_a_server_does_not_go_to_wait_inside_another(routing: str) -> None:
     """It would be cut there too, and so on, without ever getting a token."""
-    fleet_ = [server("a", 0, running(10), waiting=6), server("b", 0, running(8, 200), waiting=3)]
-    plan = coordinator(routing=routing).plan(fleet(fleet_), lambda v: 0)
-    assert plan == [Interrupt(instance="a", requests=(109, 108, 107))]
+    full = [server("a", 0, running(10), waiting=6), server("b", 0, running(8, 200), waiting=3)]
+    assert coordinator(routing=routing).plan(fleet(full), lambda v: 0) == [], "and not outside, without its prefix"
+    interrupt, *routes = coordinator(routing=routing).plan(fleet([*full, server("c", 0)]), lambda v: 0)
+    assert interrupt == Interrupt(instance="a", requests=(109, 108, 107))
+    assert [route.instance for route in routes if isinstance(route, Route)] == ["c"]
 
 
 def test_a_server_that_pulls_is_not_taken_for_an_idle_one() -> None:

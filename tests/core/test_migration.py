@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.core.cost_model import CostModel
 from asyncrl.core.policy.migration import Limits, by_throughput, stay
 from asyncrl.core.policy.routing import RequestView
 from asyncrl.core.snapshot import InstanceSnapshot
@@ -69,3 +70,11 @@ def test_a_server_that_is_slow_of_itself_gives_to_others() -> None:
 def test_vanilla_servers_keep_what_they_have() -> None:
     migration = stay(loads_of([server("a", 0, has(8), waiting=5), server("b", 0)]), COST, Limits())
     assert migration.pair is None and not migration.excess
+
+
+def test_an_idle_server_whose_steps_take_no_time_by_the_model_is_given_work() -> None:
+    """A model fitted to short steps may put all of them down to the tokens in the cache."""
+    loads = loads_of([server("a", 0, [RequestView(v_traj=0, tokens=400, id=1)]), server("b", 0)])
+    cost = CostModel(k1=1e-4, k2=0.0, k3=0.0, k4=0.0, k5=0.0)
+    assert by_throughput(loads, cost, Limits()).pair == tuple(loads)
+    assert cost.use(1, 0) == 0.0

@@ -141,13 +141,13 @@ def test_a_server_that_becomes_slower_gets_less_work() -> None:
 def test_requests_migrate_with_their_tokens_and_the_trace_shows_it() -> None:
     """The check of sim/invariants.py counts the tokens of each response."""
     settings = busy(
-        engine={"phi_wait": 0, "phi_throughput": 1.1, "mu": 0.05, "max_running_requests": 12, "max_total_tokens": 400},
+        engine={"phi_wait": 0, "phi_throughput": 1.1, "mu": 0.05, "max_running_requests": 12, "max_total_tokens": 4000},
         staleness={"bound": 3},
-        sim={"lengths": {"kind": "lognormal", "mean": 300, "tailness": 77}},
+        sim={"lengths": {"kind": "lognormal", "mean": 300, "tailness": 77}, "instance": {"cost": {"k1": 1e-4}}},
     )
     simulation = play(settings)
     check_laws(settings, simulation)
-    assert sum(args["requests"] for *_, args in spans(simulation, "migrate")) > 0
+    assert sum(args["requests"] for *_, args in spans(simulation, "migrate")) > 9
     cut = [e for e in simulation.trace.events if e[0] == "trajectory"]
     assert cut
 

@@ -124,6 +124,9 @@ def coordinated_recipe(seed: int, **tables: Any) -> Recipe:
             "phi_throughput": rng.choice([1.1, 2.0, 5.0]),
         },
     }
+    if rng.random() < 0.5:  # steps that take the longer, the more tokens a server holds: something to gain by migration
+        drawn["engine"]["max_total_tokens"] *= 8
+        drawn["sim"] = {"instance": {"cost": {"k1": 1e-4}}}
     return random_recipe(seed, **{name: _over(drawn.get(name), tables.get(name)) for name in {**drawn, **tables}})
 
 

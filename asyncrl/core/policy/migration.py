@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import islice
 
@@ -73,7 +74,8 @@ def by_throughput(loads: Sequence[Load], cost: CostModel, limits: Limits) -> Mig
             quick = fastest[version]
         step, load = slowest[version]
         if step > widest * quick[0]:
-            pair, widest = (load, quick[1]), step / quick[0]
+            # By a fitted model a step of an idle server may take no time.
+            pair, widest = (load, quick[1]), step / quick[0] if quick[0] else math.inf
     return Migration(excess=excess, pair=pair)
 
 
