@@ -7,12 +7,12 @@ step on 4 servers, 128 or 192 environments. Four steps are measured, of one seed
 What it shows. *Where contexts outgrow the servers' KV caches* (SWE, 14B, up to 32k tokens each), ROLL Flash sends each
 turn on at once, conversations push each other out of the caches, and 6.3 tokens are prefilled for each that is
 generated; StaleFlow sends a turn where its prefix is or where prefill costs least, groups start as servers can keep
-pace, and 3.6 are. That makes it 1.12 times as fast at the same bound (557 tokens/s, 497). *A higher bound hurts both
-there*, as more conversations begin: 406 tokens/s for ROLL Flash with 2, and 16.8 tokens are prefilled. Neither counts
-what conversations hold while their environments think. *Where caches suffice* (ALFWorld, 8B), nothing is to be won:
-1,148 against 1,173 tokens/s. Prefix affinity is worth more than all of this: without it ROLL Flash does 322 and 1,045.
-(When turns too were kept back, by μ of an idle server's gain, it was 567 and 1,143: 1.9 tokens prefilled on SWE, but
-later turns waited a third of the time.)
+pace, and 2.9 are. That makes it 1.16 times as fast at the same bound (576 tokens/s, 497). *A higher bound hurts both
+there*, as more conversations begin: with 2 ROLL Flash does 406 tokens/s and StaleFlow 370, and 17 to 18 tokens are
+prefilled. Neither counts what conversations hold while their environments think. *Where caches suffice* (ALFWorld, 8B),
+nothing is to be won: 1,148 against 1,173 tokens/s. Prefix affinity is worth more than all of this: without it ROLL
+Flash does 322 and 1,045. (When turns too were kept back, by μ of an idle server's gain, it was 567 and 1,143: 1.9
+tokens prefilled on SWE, but later turns waited a third of the time.)
 
 Staleness is the bound in all these runs: groups wait for a version that may start them, so all servers pull as soon as
 there is one, and are never of different versions. Selective synchronization has nothing to select here.
