@@ -57,6 +57,16 @@ class Run:
                 start_new_session=True,
             )
 
+    def start_again(self, timeout_s: float) -> None:
+        """After the controller was killed, and the kernel has ended all that it had started."""
+        self.process.wait()
+        deadline = time.monotonic() + timeout_s
+        while left := list(self.processes()):
+            if time.monotonic() > deadline:
+                sys.exit(f"{timeout_s:g} s after the controller was killed there still is {left[0][1]}")
+            time.sleep(0.05)
+        self.start()
+
     def processes(self) -> Iterator[tuple[int, str]]:
         """Every other process of the run: its number and command line."""
         for entry in Path("/proc").iterdir():

@@ -4,9 +4,10 @@
                          [--seed 0] [--json FILE]
 
 Every ``--every`` seconds, give or take half of it, one process of a kind drawn by ``--seed`` gets SIGKILL: an inference
-server, a rank of the trainer, or a worker of the environments, where the recipe has any. When the time is over the run
-is interrupted as by Ctrl-C. The controller itself raises when its ledger does not balance or a trained group was too
-stale; here the same is read once more from what it wrote. Linux.
+server, a rank of the trainer, a relay or a worker of the environments, where the recipe has any, or the controller. For
+that the same command is given again, and the next kill waits for a step. When the time is over the run is interrupted
+as by Ctrl-C. The controller itself raises when its ledger does not balance or a trained group was too stale; here the
+same is read once more from what it wrote. Memory is that of the controller that runs at the moment. Linux.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from asyncrl.config import load
 from asyncrl.observe.run_dir import METRICS, read_lines
 from asyncrl.observe.summary import read_summary
 
+CONTROLLER = "controller"
+KINDS = (*COMMANDS, CONTROLLER)
 ENDED_S = 120.0
 FIRST_LAST = 10
 
@@ -45,9 +48,14 @@ def soak(recipe: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]
         while time.monotonic() < ends and run.process.poll() is None:
             time.sleep(min(args.every * rng.uniform(0.5, 1.5), max(0.0, ends - time.monotonic())))
             kind = rng.choice(args.kill)
-            if (found := run.of(kind)) and time.monotonic() < ends:
+            found = [run.process.pid] if kind == CONTROLLER else run.of(kind)
+            if found and time.monotonic() < ends:
                 kill(rng.choice(found))
                 killed[kind] += 1
+            if kind == CONTROLLER:
+                steps = run.steps()
+                run.start_again(ENDED_S)
+                run.wait_for_steps(steps + 1)  # whatever dies while a run starts ends it, for that may be the recipe
             if run.process.poll() is None:
                 memory.append(run.controller_mb())
         run.interrupt(ENDED_S)
@@ -97,14 +105,14 @@ def main() -> int:
     parser.add_argument("recipe", type=Path, nargs="?", default=Path("recipes/runsum"))
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--every", type=float, default=20.0, help="seconds between two kills, on average")
-    parser.add_argument("--kill", default="server", help=f"kinds, of {', '.join(COMMANDS)}")
+    parser.add_argument("--kill", default="server", help=f"kinds, of {', '.join(KINDS)}")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="lay over the recipe")
     parser.add_argument("--seed", type=int, default=0, help="of whom is killed when")
     parser.add_argument("--json", type=Path, help="write the account here")
     args = parser.parse_args()
     args.kill = args.kill.split(",")
-    if unknown := set(args.kill) - set(COMMANDS):
-        parser.error(f"--kill: unknown {', '.join(sorted(unknown))}; known are {', '.join(COMMANDS)}")
+    if unknown := set(args.kill) - set(KINDS):
+        parser.error(f"--kill: unknown {', '.join(sorted(unknown))}; known are {', '.join(KINDS)}")
     with tempfile.TemporaryDirectory(prefix="asyncrl-soak-") as folder:
         account = soak(args.recipe, Path(folder), args)
     text = json.dumps(account, indent=1, ensure_ascii=False)

@@ -51,6 +51,7 @@ class ALFWorld(SyncEnv):
 
     cost = Cost(per_process=64, memory_mb=3, startup_s=30.0)
     reusable = True
+    deterministic = True
 
     def __init__(
         self,

@@ -99,8 +99,16 @@ class RestartingTrainer:
         self._restarts = 0
 
     async def connect(self) -> int:
-        """As in the port. Where another process had trained on, it is trained to there."""
-        steps = await self._catch_up()
+        """As in the port. Where another process had trained on, it is trained to there; a job that dies on the way is
+        started again, as ever. One that never trained is not, for most likely it cannot."""
+        while True:
+            try:
+                steps = await self._catch_up()
+                break
+            except TrainerDied as died:
+                if self._saved.life == 0:
+                    raise
+                await self._before_another(died)
         if steps:
             self._note(f"trainer: at version {self._version}, {steps} steps since its checkpoint trained again")
         return self._version
@@ -223,13 +231,7 @@ class RestartingTrainer:
             self._observer.instant("trainer", "died", started, {"error": str(died), "version": self._version})
             while True:
                 self._died = died
-                if self._tries >= self._restarts:
-                    raise died
-                self._tries += 1
-                self._note(
-                    f"{died}; starting it again ({self._tries} of {self._restarts}), rollouts go on within their bound"
-                )
-                await asyncio.sleep(self._backoff_s * 2 ** (self._tries - 1))
+                await self._before_another(died)
                 try:
                     steps = await self._replay(await self._job.connect(), exact=True)
                     break
@@ -243,6 +245,14 @@ class RestartingTrainer:
         seconds = loop.time() - started
         self._observer.span("trainer", "restart", started, loop.time(), {"version": self._version, "steps": steps})
         self._note(f"trainer: back at version {self._version} after {seconds:.0f} s, {steps} steps trained again")
+
+    async def _before_another(self, died: TrainerDied) -> None:
+        """Say it, and wait a while. Raises ``died`` after too many."""
+        if self._tries >= self._restarts:
+            raise died
+        self._tries += 1
+        self._note(f"{died}; starting it again ({self._tries} of {self._restarts}), rollouts go on within their bound")
+        await asyncio.sleep(self._backoff_s * 2 ** (self._tries - 1))
 
     async def _replay(self, first: int, *, exact: bool) -> int:
         """Bring a job from version ``first`` to where the last one was; the number of steps that this took. ``exact``:

@@ -119,6 +119,34 @@ def test_one_object_plays_game_after_game(data: Path) -> None:
     env.close()
 
 
+PLAY = """
+import json, sys
+from asyncrl import Action, Task
+from asyncrl.envs.alfworld import ALFWorld
+
+data, row, commands = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+env = ALFWorld(data=data, cache=data + "/cache")
+print(env.reset(Task(id="", data=row)))
+for command in commands:
+    print(env.step(Action(text=command, token_ids=[], finish_reason="stop")))
+"""
+
+
+def test_a_game_goes_the_same_way_in_another_process(data: Path) -> None:
+    """It is declared ``deterministic``, though its engine holds sets of strings."""
+    task = tasks(data, "train")[0]
+    commands = ["look", *walkthrough(data, task)]
+    command = [sys.executable, "-c", PLAY, str(data), json.dumps(task.data), json.dumps(commands)]
+    said = [
+        subprocess.run(
+            command, env={**os.environ, "PYTHONHASHSEED": seed}, check=True, capture_output=True, text=True
+        ).stdout
+        for seed in ("0", "1")
+    ]
+    assert said[0] == said[1]
+    assert "done=True" in said[0]
+
+
 def test_a_game_under_other_names_is_the_same_game(data: Path) -> None:
     env = make_env(data)
     task = tasks(data, "train")[0]

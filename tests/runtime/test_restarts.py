@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -12,9 +12,12 @@ from asyncrl.build.errors import leaves
 from asyncrl.build.virtual import Simulation
 from asyncrl.config import Recipe
 from asyncrl.core.advantage import Advantage
+from asyncrl.core.journal import Saved, SavedStep, Work
 from asyncrl.core.types import Batch
-from asyncrl.ports import StepResult, TrainerDied, TrainerError
+from asyncrl.ports import NoStore, StepResult, Trainer, TrainerDied, TrainerError
+from asyncrl.runtime.restarts import RestartingTrainer
 from asyncrl.sim.loop import run
+from asyncrl.sim.trace import TraceRecorder
 from asyncrl.sim.trainer import SimTrainer, _checksum
 
 from .world import check_laws, play, random_recipe, recipe, started
@@ -117,6 +120,51 @@ def failed(settings: Recipe) -> str:
     line = str(leaves(caught.value)[0])
     assert "\n" not in line
     return line
+
+
+class KilledOnce:
+    """A job that dies as it trains step 1 again, the first time."""
+
+    def __init__(self) -> None:
+        self.trained: list[int] = []
+
+    async def connect(self) -> int:
+        return 0
+
+    async def train_step(self, batch: Batch, advantages: Sequence[Advantage]) -> StepResult:
+        self.trained.append(batch.step)
+        if self.trained == [0, 1]:
+            raise TrainerDied("trainer: killed")
+        return StepResult(version=batch.step + 1, metrics={}, checksum=7)
+
+
+class Kept(NoStore):
+    keeps = True
+
+    async def trained_on(self, step: int) -> SavedStep:
+        return SavedStep(fed=(), work=Work(batch=Batch(step=step, groups=()), advantages=()), checksum=7)
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_trainer_that_dies_while_a_run_goes_on_from_its_store_is_started_again(restarts: int) -> None:
+    job, notes = KilledOnce(), list[str]()
+    trainer = RestartingTrainer(
+        cast(Trainer, job),
+        restarts=restarts,
+        replay_steps=1,
+        backoff_s=1.0,
+        observer=TraceRecorder(),
+        note=notes.append,
+        store=Kept(),
+        saved=Saved(life=1, version=3),
+    )
+    if restarts:
+        assert run(trainer.connect()) == 3
+        assert job.trained == [0, 1, 0, 1, 2]
+        assert notes[0].startswith("trainer: killed; starting it again (1 of 1)")
+    else:
+        with pytest.raises(TrainerDied, match="killed"):
+            run(trainer.connect())
 
 
 def test_steps_that_are_not_kept_any_more_end_the_run() -> None:
