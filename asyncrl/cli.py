@@ -12,8 +12,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import msgspec
 
@@ -115,10 +117,16 @@ def _parser() -> argparse.ArgumentParser:
 
     view = commands.add_parser("view", help="read the episodes of a run, also while it goes on")
     view.add_argument("run_dir", type=Path)
-    view.add_argument("episode", type=int, nargs="?", help="show this one, turn by turn; else list those that ended")
-    view.add_argument("--state", default="", metavar="S", help="list those only: consumed, filtered, surplus …")
+    view.add_argument("episode", type=int, nargs="?", help="show this one, turn by turn; else list them")
+    view.add_argument("--state", default="", metavar="S", help="list those only: consumed, filtered … running, scored")
     view.add_argument("--task", default="", metavar="T", help="list those only whose task's id contains T")
-    view.add_argument("--last", type=int, default=20, metavar="N", help="list so many (default: 20)")
+    view.add_argument(
+        "--last",
+        type=int,
+        default=20,
+        metavar="N",
+        help="list so many that ended, and so many that have not (default: 20)",
+    )
     view.add_argument("--tokens", action="store_true", help="with an episode: each token's id, logprob and version")
     view.set_defaults(run=_view)
 
@@ -204,15 +212,28 @@ def _view(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     from asyncrl.observe.run_dir import RunDirError
     from asyncrl.observe.view import list_episodes, show_episode
 
+    def decode(ids: Sequence[int]) -> str:
+        text: str = _tokenizer(args.run_dir).decode(ids)
+        return text
+
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     try:
         if args.episode is None:
             list_episodes(args.run_dir, console, state=args.state, task=args.task, last=args.last)
         else:
-            show_episode(args.run_dir, args.episode, console, tokens=args.tokens)
+            show_episode(args.run_dir, args.episode, console, tokens=args.tokens, decode=decode)
     except RunDirError as error:
         raise RecipeError(str(error)) from None
     return 0
+
+
+@cache
+def _tokenizer(run_dir: Path) -> Any:
+    """The tokenizer of a run's model."""
+    from asyncrl.build.past import read_recipe
+    from asyncrl.tokenizer import HuggingFaceTokenizer
+
+    return HuggingFaceTokenizer(Path(read_recipe(run_dir).model.path))
 
 
 def _export(args: argparse.Namespace, arguments: Sequence[str]) -> int:

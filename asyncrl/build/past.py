@@ -49,14 +49,19 @@ class _Line(Record, frozen=True, kw_only=True):
     versions: list[tuple[int, int]]
 
 
+def read_recipe(run_dir: Path) -> Recipe:
+    """The run's recipe, as resolved. Raises ``RunDirError``."""
+    path = run_dir / RECIPE
+    try:
+        return loads_json(path.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise RunDirError(f"{path}: not the recipe of a run ({error}); give a run directory") from None
+
+
 def read_past(run_dir: Path) -> tuple[Recipe, list[Phase]]:
     """The run's recipe, and the run in at most ``PHASES`` parts, without its first and last steps, in which not all
     places were in use. Raises ``RunDirError``."""
-    path = run_dir / RECIPE
-    try:
-        recipe = loads_json(path.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
-        raise RunDirError(f"{path}: not the recipe of a run ({error}); give a run directory") from None
+    recipe = read_recipe(run_dir)
     rows = list(read_lines(run_dir / METRICS))
     if len(rows) < 2:
         raise RunDirError(f"{run_dir / METRICS}: {len(rows)} steps; at least 2 are needed to say anything")

@@ -150,19 +150,14 @@ class Reader:
         if state == "scored" and payload:
             trajectory = self._trajectory(payload)
             self._on_scored(trajectory, payload)
-        turns: list[Turn] = []
-        pieces: list[Turn] = []
-        for whole, data in self._db.execute(
-            "SELECT whole, payload FROM turns WHERE trajectory = ? ORDER BY number, piece", (number,)
-        ):
-            (turns if whole else pieces).append(Turn(**self._read(data)))
+        turns, partial = turns_of(self._db, number, self._segments.read)
         return SavedSlot(
             trajectory_id=number,
             attempt=attempt,
             live=state == "live",
             trajectory=trajectory,
-            turns=tuple(turns),
-            partial=joined(pieces) if pieces else None,
+            turns=turns,
+            partial=partial,
         )
 
     # --- payloads
@@ -181,3 +176,17 @@ class Reader:
                 f"{self._path}: the run has begun task {name!r}, which the training rows do not have any more; "
                 "put it back, or begin a new run"
             ) from None
+
+
+def turns_of(
+    db: sqlite3.Connection, trajectory: int, read: Callable[[str], bytes]
+) -> tuple[tuple[Turn, ...], Turn | None]:
+    """What there is of one that has not ended: its finished turns, and what the one after them has. ``read`` gives a
+    payload by its name. Raises ``RunDirError``, and SQLite's errors."""
+    turns: list[Turn] = []
+    pieces: list[Turn] = []
+    for whole, name in db.execute(
+        "SELECT whole, payload FROM turns WHERE trajectory = ? ORDER BY number, piece", (trajectory,)
+    ):
+        (turns if whole else pieces).append(Turn(**decode(read(name))))
+    return tuple(turns), joined(pieces) if pieces else None

@@ -100,18 +100,8 @@ class Segments:
             self._file.sync()
 
     def read(self, name: str) -> bytes:
-        """Raises ``RunDirError`` for what is not there whole."""
-        number, offset, size, checksum = _place(name)
-        path = self._path(number)
-        try:
-            with path.open("rb") as file:
-                file.seek(offset)
-                data = file.read(size)
-        except OSError as error:
-            raise RunDirError(f"{path}: cannot be read ({error.strerror}); {REMEDY}") from None
-        if len(data) < size or zlib.crc32(data) != checksum:
-            raise RunDirError(f"{path}: damaged at byte {offset}; {REMEDY}")
-        return data
+        """See ``read_payload``."""
+        return read_payload(self._folder, name)
 
     def free(self, name: str) -> None:
         """Nobody refers to this payload any more."""
@@ -130,7 +120,22 @@ class Segments:
             self._path(number).unlink(missing_ok=True)
 
     def _path(self, number: int) -> Path:
-        return self._folder / f"segment-{number}"
+        return _path(self._folder, number)
+
+
+def read_payload(folder: Path, name: str) -> bytes:
+    """What was written under ``name``. Raises ``RunDirError`` for what is not there whole."""
+    number, offset, size, checksum = _place(name)
+    path = _path(folder, number)
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read(size)
+    except OSError as error:
+        raise RunDirError(f"{path}: cannot be read ({error.strerror}); {REMEDY}") from None
+    if len(data) < size or zlib.crc32(data) != checksum:
+        raise RunDirError(f"{path}: damaged at byte {offset}; {REMEDY}")
+    return data
 
 
 REMEDY = "go on from a checkpoint: --resume RUN/checkpoints/version-N"
@@ -139,3 +144,7 @@ REMEDY = "go on from a checkpoint: --resume RUN/checkpoints/version-N"
 def _place(name: str) -> tuple[int, int, int, int]:
     number, offset, size, checksum = name.split(":")
     return int(number), int(offset), int(size), int(checksum, 16)
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"segment-{number}"

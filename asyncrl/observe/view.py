@@ -1,14 +1,15 @@
 """``asyncrl view``: the episodes of a run directory, for a person to read, also while the run goes on.
 
-``list_episodes`` is a table of the last that ended; ``show_episode`` is one of them turn by turn: what the environment
-said and the policy wrote, with the seconds that each part took, its versions, its probabilities and its reward.
+``list_episodes`` is a table of the last that ended and of those that have not; ``show_episode`` is one of them turn by
+turn: what the environment said and the policy wrote, with the seconds that each part took, its versions, its
+probabilities and its reward.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.core.types import OBSERVED_VERSION
+from asyncrl.core.types import OBSERVED_VERSION, Trajectory
+from asyncrl.observe.recorder import trajectory_line
 from asyncrl.observe.run_dir import TRAJECTORIES, RunDirError, read_lines
+from asyncrl.observe.unfinished import STATES, find_unfinished, list_unfinished
+
+Decode = Callable[[Sequence[int]], str]
 
 UNLIKELY = math.log(0.1)
 """A token that the policy gave less than this is underlined in the table of tokens."""
@@ -59,6 +64,11 @@ class EpisodeLine(msgspec.Struct, kw_only=True):
     text: list[Piece] = []
 
     @property
+    def ended(self) -> bool:
+        """It has come to its final state."""
+        return self.state not in STATES
+
+    @property
     def generated(self) -> int:
         return sum(n for version, n in self.versions if version != OBSERVED_VERSION)
 
@@ -84,11 +94,17 @@ def read_episodes(run_dir: Path) -> Iterator[EpisodeLine]:
 
 
 def list_episodes(run_dir: Path, console: Console, *, state: str = "", task: str = "", last: int = 20) -> None:
-    """A table of the ``last`` episodes that ended (generated tokens, how long each took, when in the run it ended), of
-    this state and of tasks whose id contains ``task``, if said. Raises ``RunDirError``."""
+    """A table of the ``last`` episodes that ended (generated tokens, how long each took, when in the run it ended), and
+    of as many that have not, those that were begun first; of this state and of tasks whose id contains ``task``, if
+    said. Raises ``RunDirError``."""
+    count, unfinished = list_unfinished(
+        run_dir, last, state=state, task=task
+    )  # before the others, so that none is missed
     matching = (e for e in read_episodes(run_dir) if state in ("", e.state) and task in e.task)
     shown = deque(matching, maxlen=last)
-    if not shown:
+    known = {e.id for e in shown}
+    going_on = [_unfinished(*found, None, tokens=False) for found in unfinished if found[1].id not in known]
+    if not shown and not going_on:
         states = sorted({e.state for e in read_episodes(run_dir)})
         raise RunDirError(f"{run_dir}: no such episode" + (f"; its episodes are {', '.join(states)}" if states else ""))
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -96,28 +112,37 @@ def list_episodes(run_dir: Path, console: Console, *, state: str = "", task: str
         table.add_column(name, no_wrap=True)
     for name in ("reward", "turns", "tokens", "versions", "took", "ended"):
         table.add_column(name, justify="right", no_wrap=True)
-    for e in shown:
+    for e in (*shown, *going_on):
         table.add_row(
             str(e.id),
             str(e.group),
             _shortened(e.task),
             e.state,
-            f"{e.reward:g}",
+            f"{e.reward:g}" if e.finish_reason else "–",
             str(e.turns),
             f"{e.generated:,}",
             _versions(e.versions),
-            f"{e.seconds:.1f} s",
-            f"{e.at:.0f} s",
+            f"{e.seconds:.1f} s" if e.finish_reason else "–",
+            f"{e.at:.0f} s" if e.ended else "not yet",
         )
     console.print(table)
+    if count > last:
+        console.print(f"{count - last:,} more have not ended; --last N shows more", style="dim")
 
 
-def show_episode(run_dir: Path, episode: int, console: Console, *, tokens: bool = False) -> None:
-    """One episode, turn by turn; with every token's id, probability and version, if ``tokens``. Raises
-    ``RunDirError``."""
-    found = next((e for e in read_episodes(run_dir) if e.id == episode), None)
+def show_episode(
+    run_dir: Path,
+    episode: int,
+    console: Console,
+    *,
+    tokens: bool = False,
+    decode: Decode | None = None,
+) -> None:
+    """One episode, turn by turn; with every token's id, probability and version, if ``tokens``. ``decode`` gives the
+    text of one that has not ended. Raises ``RunDirError``."""
+    found = _find(run_dir, episode, decode)
     if found is None:
-        raise RunDirError(f"{run_dir}: no episode {episode} has ended; asyncrl view {run_dir} lists those that have")
+        raise RunDirError(f"{run_dir}: it has no episode {episode}; asyncrl view {run_dir} lists the newest")
     console.print(_heading(found))
     if found.metrics:
         console.print(Text("  ".join(f"{k} {v:g}" for k, v in found.metrics.items()), style="dim"))
@@ -141,12 +166,38 @@ def show_episode(run_dir: Path, episode: int, console: Console, *, tokens: bool 
             begin += count
 
 
+def _find(run_dir: Path, episode: int, decode: Decode | None) -> EpisodeLine | None:
+    failure: RunDirError | None = None
+    found = None
+    try:
+        found = find_unfinished(run_dir, episode)
+    except RunDirError as error:
+        failure = error  # unless it has ended meanwhile
+    for e in read_episodes(run_dir):
+        if e.id == episode:
+            return e
+    if failure is not None:
+        raise failure
+    return None if found is None else _unfinished(*found, decode)
+
+
+def _unfinished(state: str, trajectory: Trajectory, decode: Decode | None, tokens: bool = True) -> EpisodeLine:
+    line = trajectory_line(trajectory, state, 0.0, decode, tokens)
+    if state != "scored":
+        line["turn_rewards"] = []  # none is known yet
+    return msgspec.convert(line, EpisodeLine)
+
+
 def _heading(e: EpisodeLine) -> Text:
     text = Text.assemble(("episode ", "dim"), (str(e.id), "bold"), ("  group ", "dim"), str(e.group))
     text.append(f"  task {e.task}", "dim")
     text.append(f"  {e.state}", "bold")
-    text.append(f"  reward {e.reward:g}  {e.turns} turns  {e.generated:,} of {e.length:,} tokens generated")
-    text.append(f"  versions {_versions(e.versions)}  ended by {e.finish_reason} after {e.seconds:.2f} s")
+    reward = f"reward {e.reward:g}  " if e.finish_reason else ""
+    text.append(f"  {reward}{e.turns} turns  {e.generated:,} of {e.length:,} tokens generated")
+    text.append(f"  versions {_versions(e.versions)}")
+    text.append(f"  ended by {e.finish_reason} after {e.seconds:.2f} s" if e.finish_reason else "  has not ended")
+    if e.state == "scored":
+        text.append(", waits for its batch")
     return text
 
 

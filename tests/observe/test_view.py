@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import io
+import random
 from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import pytest
 from rich.console import Console
 
-from asyncrl.core.types import OBSERVED_VERSION, Trajectory
+from asyncrl.core import journal
+from asyncrl.core.types import OBSERVED_VERSION, Task, Trajectory, Turn
 from asyncrl.observe.recorder import Recorder, trajectory_line
 from asyncrl.observe.run_dir import TRAJECTORIES, RunDirError
+from asyncrl.observe.store import SEGMENTS, Store
 from asyncrl.observe.view import list_episodes, show_episode
+from asyncrl.sim.blocking import SimBlocking
 
 from .synthetic import Clock, make_recipe, make_trajectory
 
@@ -118,7 +124,7 @@ def test_episodes_are_listed_and_chosen(run_dir: Path):
 
 
 def test_what_cannot_be_shown_is_said_in_one_line(run_dir: Path, tmp_path_factory: pytest.TempPathFactory):
-    with pytest.raises(RunDirError, match="no episode 99 has ended"):
+    with pytest.raises(RunDirError, match="it has no episode 99; asyncrl view"):
         shown(show_episode, run_dir, 99)
     with pytest.raises(RunDirError, match="no such episode; its episodes are consumed, surplus"):
         shown(list_episodes, run_dir, state="failed")
@@ -136,3 +142,79 @@ def test_an_episode_without_tokens_has_its_numbers(tmp_path: Path):
     text = shown(show_episode, tmp_path, 17, tokens=True)
     assert "its tokens were not recorded" in text
     assert "turn 2: 2 tokens of version 4; waited" in text
+
+
+def turn(prompt: list[int], output: list[int], finish_reason: str = "stop") -> Turn:
+    return Turn(
+        prompt_ids=array("i", prompt),
+        output_ids=array("i", output),
+        logprobs=array("f", [-0.5] * len(output)),
+        versions=array("i", [3] * len(output)),
+        finish_reason=finish_reason,
+    )
+
+
+@pytest.fixture
+def going_on(run_dir: Path) -> Iterator[Store]:
+    """Of group 5, episode 20 is in its second turn, 21 has ended and 22 has failed; group 6 has not started."""
+
+    def no_task(source: str, name: str) -> Task:
+        raise KeyError(name)
+
+    with closing(Store(run_dir, blocking=SimBlocking(rng=random.Random(0)), find_task=no_task)) as store:
+        store.put(journal.GroupOpened(group=5, task=Task(id="t5", data={}), tasks_done=5, trajectories=(20, 21, 22)))
+        store.put(journal.GroupStarted(group=5, v_traj=3, deadline=4))
+        store.put(journal.GroupOpened(group=6, task=Task(id="t6", data={}), tasks_done=6, trajectories=(23,)))
+        store.put(journal.TurnPiece(trajectory=20, number=0, turn=turn([0, 1], [2])))
+        store.put(journal.TurnPiece(trajectory=20, number=1, piece=0, turn=turn([4], [5], "abort")))
+        store.put(journal.TurnPiece(trajectory=20, number=1, piece=1, turn=turn([], [6], "abort")))
+        store.put(journal.Scored(trajectory=msgspec.structs.replace(TWO_TURNS, id=21, group_id=5, task_id="t5")))
+        store.put(journal.Ended(trajectory=22, state="failed", reason="step: no"))
+        store.write()
+        yield store
+
+
+def test_episodes_that_have_not_ended_are_listed_as_such(run_dir: Path, going_on: Store) -> None:
+    def rows(**kwargs: object) -> list[list[str]]:
+        return [line.split() for line in shown(list_episodes, run_dir, **kwargs).splitlines()[1:]]
+
+    assert [row[0] for row in rows()] == ["0", "1", "2", "17", "20", "21", "23"]
+    assert rows(task="t5", last=5) == [
+        ["20", "5", "t5", "running", "–", "2", "3", "3", "–", "not", "yet"],
+        ["21", "5", "t5", "scored", "1.5", "2", "4", "3–4", "8.5", "s", "not", "yet"],
+    ]
+    assert rows(state="reserved") == [["23", "6", "t6", "reserved", "–", "0", "0", "–", "–", "not", "yet"]]
+    assert " ".join(rows(last=1)[-1]) == "2 more have not ended; --last N shows more"
+
+
+def test_an_episode_that_has_not_ended_is_told_as_far_as_it_is(run_dir: Path, going_on: Store) -> None:
+    def decode(ids: Sequence[int]) -> str:
+        return " ".join(WORDS[i] for i in ids)
+
+    heading, *said = [line.strip() for line in shown(show_episode, run_dir, 20, decode=decode).splitlines() if line]
+    assert heading.startswith("episode 20  group 5  task t5  running  2 turns  3 of 6 tokens generated  versions 3")
+    assert said[-8:] == [
+        "environment: 2 tokens",
+        "look you see a lamp",
+        "turn 1: 1 tokens of version 3, mean logprob -0.50",
+        "take",
+        "environment: 1 tokens",
+        "done",
+        "turn 2: 2 tokens of version 3, mean logprob -0.50",
+        "use it",
+    ]
+    assert "waits for its batch" in " ".join(shown(show_episode, run_dir, 21, decode=decode).split())
+    assert "has not ended" in shown(show_episode, run_dir, 23)
+
+
+def test_an_episode_that_ends_while_it_is_looked_for_is_found(run_dir: Path, going_on: Store) -> None:
+    """Its tokens leave the store when its line is in the file."""
+    for segment in (run_dir / SEGMENTS).iterdir():
+        segment.unlink()
+    assert [line.split()[0] for line in shown(list_episodes, run_dir).splitlines()[-2:]] == ["17", "23"]
+    with pytest.raises(RunDirError, match="segment-1: cannot be read"):
+        shown(show_episode, run_dir, 21)
+    line = msgspec.json.encode(trajectory_line(msgspec.structs.replace(TWO_TURNS, id=21), "consumed", 9.0, None))
+    with (run_dir / TRAJECTORIES).open("ab") as file:
+        file.write(line + b"\n")
+    assert "consumed" in shown(show_episode, run_dir, 21)
