@@ -14,7 +14,8 @@ to its end, so that all it had begun comes to something. Then its books are read
     trained_twice  trajectories that were consumed twice, and steps that were trained twice for good: steps that a
                    restarted trainer repeats are compared by checksum, and a difference ends the run
 
-``--quick`` tries each fault once. Linux.
+``--quick`` tries each fault once. ``--json`` keeps the rows that the file has of other faults, if they are of the same
+recipe, settings and machine; each says of which commit it is, and how busy the machine was. Linux.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import resource
 import signal
@@ -75,6 +77,8 @@ GAP_S = 6.0
 """The longest time between a recovery and the next fault."""
 STOPPED_S = 12.0
 """How long a stopped process stays so, and a frozen connection: longer than a request may be silent."""
+PRINTED_BYTES = 8192
+"""What a run whose disk is full may still print."""
 RECOVERED_S = 600.0
 ENDED_S = 300.0
 
@@ -176,8 +180,9 @@ class Chaos:
                 kill(pid, signal.SIGCONT)
 
     def fill_disk(self) -> None:
-        """From now on no file of the controller's may grow, and the run has to end by itself and say why."""
-        resource.prlimit(self.run.process.pid, resource.RLIMIT_FSIZE, (1, 1))
+        """From now on no file of the controller's may grow much, and the run has to end by itself and say why."""
+        limit = self.run.output.stat().st_size + PRINTED_BYTES
+        resource.prlimit(self.run.process.pid, resource.RLIMIT_FSIZE, (limit, limit))
         code = self.run.process.wait(ENDED_S)
         last = self.run.output.read_text().splitlines()[-1]
         if code != 1 or not last.startswith("asyncrl: "):
@@ -324,7 +329,26 @@ def play(
         "seconds_most": round(max(seconds), 1),
         "exit_code": code,
         "left_over": left,
+        "load": round(os.getloadavg()[2], 1),
     }
+
+
+def commit() -> str:
+    """Of the tree that this file is in; with a plus where it was changed since."""
+    told = subprocess.run(
+        ["git", "describe", "--always", "--exclude=*", "--dirty=+"], cwd=Path(__file__).parent, capture_output=True
+    )
+    return told.stdout.decode().strip() or "unknown"
+
+
+def kept(file: Path, about: dict[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows that ``file`` has of other faults than ``names``, measured under the same conditions."""
+    if not file.exists():
+        return []
+    written = json.loads(file.read_text())
+    if {**written, "rows": []} != {**about, "rows": []}:
+        sys.exit(f"{file}: of another recipe, settings or machine; name another file, or remove it")
+    return [row for row in written["rows"] if row["fault"] not in names]
 
 
 def in_order(row: dict[str, Any]) -> bool:
@@ -348,16 +372,20 @@ def main() -> int:
         parser.error(f"--faults: unknown {', '.join(sorted(unknown))}; known are {', '.join(FAULTS)}")
     tries = 1 if args.quick else args.tries
     settings = [*SETTINGS, *args.set]
-    rows = []
+    about = {"recipe": args.recipe.name, "machine": machine(), "settings": args.set}
+    others = kept(args.json, about, names) if args.json else []
+    rows: list[dict[str, Any]] = []
+    tree = commit()
     for name in names:
         with tempfile.TemporaryDirectory(prefix="asyncrl-chaos-", ignore_cleanup_errors=True) as folder:
             rows.append(
                 play(args.recipe, Path(folder), name, tries, settings, args.seed, lambda line: print(line, flush=True))
+                | {"commit": tree}
             )
         print(json.dumps(rows[-1]), flush=True)
         if args.json:
-            about = {"recipe": args.recipe.name, "machine": machine(), "settings": args.set, "rows": rows}
-            args.json.write_text(json.dumps(about, indent=1) + "\n")
+            ordered = sorted(others + rows, key=lambda row: list(FAULTS).index(row["fault"]))
+            args.json.write_text(json.dumps({**about, "rows": ordered}, indent=1) + "\n")
     print(f"{'fault':<18}{'tries':>6}{'lost':>6}{'trained twice':>15}{'seconds to recover (median, most)':>36}")
     for row in rows:
         most = f"{row['seconds_to_recover']:.1f}, {row['seconds_most']:.1f}"

@@ -1,12 +1,14 @@
 """What the run store costs: CPU seconds a trajectory, on the loop (``put``) and beside it (the writing thread).
 
-    python bench/store.py [--backlog N] [--json FILE]
-    python bench/store.py --run recipes/runsum --set run.steps=30
+    python bench/store.py [--json FILE]
+    python bench/store.py --backlog 100000 [--tokens 2000] [--json FILE]
+    python bench/store.py --run recipes/runsum --set run.steps=30 [--json FILE]
 
 Groups of 8 go through their life as in a run (opened, started, turns, scored, ready, consumed, given, trained), a
 checkpoint every 20 steps, written to a real file with fsync. The wall clock is of no interest: writes are waited for by
-nobody but the train step. ``--backlog``: the memory that so many finished trajectories of 32,000 tokens take which wait
-for their batch, when they may have 64 MiB of it. ``--run``: the store's share of a real run's CPU seconds.
+nobody but the train step. ``--backlog``: so many finished trajectories wait for their batch, and may have 64 MiB; what
+this process has in memory while they come, after another process has gone on from the store, and what is on the disk;
+then they are trained. ``--run``: the store's share of a real run's CPU seconds and of its time.
 """
 
 from __future__ import annotations
@@ -14,19 +16,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import resource
 import tempfile
 import time
 from array import array
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from asyncrl.build.fit import machine
 from asyncrl.cli import main as asyncrl_main
 from asyncrl.core import journal
 from asyncrl.core.types import Task, Trajectory, Turn, flatten
 from asyncrl.observe.database import STORE
 from asyncrl.observe.store import SEGMENTS, Store
+from asyncrl.observe.summary import read_summary
 from asyncrl.workers import ThreadBlocking
 
 GROUP = 8
@@ -40,6 +47,10 @@ CASES = {
 
 def no_task(source: str, name: str) -> Task:
     raise KeyError(name)  # nothing is read here
+
+
+def any_task(source: str, name: str) -> Task:
+    return Task(id=name, data={})
 
 
 def turn_of(tokens: int) -> Turn:
@@ -139,37 +150,100 @@ def resident_mb() -> float:
     return pages * resource.getpagesize() / 2**20
 
 
-async def backlog(count: int) -> dict[str, Any]:
-    blocking = ThreadBlocking(workers=1)
-    turn = turn_of(32_000)
-    resident = {}
-    waiting = []
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        closing(Store(Path(folder), blocking=blocking, find_task=no_task, memory_bytes=64 << 20)) as store,
-    ):
+Phase = Callable[[Path, int, int], Coroutine[Any, Any, dict[str, Any]]]
+
+
+def store_of(folder: Path) -> Store:
+    return Store(folder, blocking=ThreadBlocking(workers=1), find_task=any_task, memory_bytes=64 << 20)
+
+
+def on_disk_mb(folder: Path) -> float:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
+
+
+async def fill_up(folder: Path, count: int, tokens: int) -> dict[str, Any]:
+    turn, waiting, resident = turn_of(tokens), [], {}
+    with closing(store_of(folder)) as store:
         async with asyncio.TaskGroup() as tasks:
             service = tasks.create_task(store.run())
             for number in range(count):
                 task = Task(id=f"train/{number}", data={})
                 store.put(journal.GroupOpened(group=number, task=task, tasks_done=number, trajectories=(number,)))
+                store.put(journal.GroupStarted(group=number, v_traj=0, deadline=None))
                 waiting.append(trajectory(number, number, 0, [turn]))
                 store.put(journal.Scored(trajectory=waiting[-1]))
                 store.put(journal.GroupReady(group=number))
                 if number % 16 == 15:
                     await store.committed()
-                if number + 1 in (count // 4, count // 2, count):
-                    resident[number + 1] = resident_mb()
+                if number + 1 in (count // 2, count):
+                    resident[number + 1] = round(resident_mb(), 1)
             service.cancel()
-    return {"tokens": count * 32_000, "mb": count * 32_000 * 13 / 1e6, "resident_mb": resident}
+    (half, middle), (whole, last) = resident.items()
+    return {
+        "resident_mb": resident,
+        "resident_bytes_per_trajectory": round(2**20 * (last - middle) / (whole - half)),
+        "disk_mb": round(on_disk_mb(folder), 1),
+        "cpu_s": round(time.process_time(), 1),
+    }
+
+
+async def go_on(folder: Path, count: int, tokens: int) -> dict[str, Any]:
+    """Another process finds them all, and they are trained; a checkpoint every 20 steps."""
+    before = resident_mb()
+    with closing(store_of(folder)) as store:
+        groups = store.load(0).groups
+        found = time.process_time()
+        resident = most = resident_mb()
+        waiting = [slot.trajectory for group in groups for slot in group.slots if slot.trajectory is not None]
+        assert len(waiting) == count
+        async with asyncio.TaskGroup() as tasks:
+            service = tasks.create_task(store.run())
+            for step, first in enumerate(range(0, count, BATCH * GROUP)):
+                batch = waiting[first : first + BATCH * GROUP]
+                store.put(journal.BatchTaken(step=step, groups=tuple(t.group_id for t in batch)))
+                await store.fill(batch)
+                assert all(len(t.tokens) == tokens for t in batch)
+                store.put(journal.Trained(step=step, checksum=step))
+                if step % 20 == 19 or first + len(batch) == count:
+                    store.put(journal.Checkpointed(version=step + 1))
+                await store.committed()
+                most = max(most, resident_mb())
+                for t in batch:  # as nobody holds them any more
+                    for column in (t.tokens, t.loss_mask, t.logprobs, t.versions):
+                        del column[:]
+            service.cancel()
+    return {
+        "resumed_mb": round(resident - before, 1),
+        "resumed_cpu_s": round(found, 1),
+        "training_mb_most": round(most - before, 1),
+        "disk_mb_after": round(on_disk_mb(folder), 1),
+    }
+
+
+def backlog(count: int, tokens: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        came, trained = (in_a_process(phase, folder, count, tokens) for phase in (fill_up, go_on))
+    return {"trajectories": count, "tokens_each": tokens, "mb": round(count * tokens * 13 / 1e6), **came, **trained}
+
+
+def in_a_process(phase: Phase, *args: Any) -> dict[str, Any]:
+    """Of its own, so that its memory is its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(run_phase, phase, *args).result()
+
+
+def run_phase(phase: Phase, *args: Any) -> dict[str, Any]:
+    return asyncio.run(phase(*args))
 
 
 def share_of_a_run(recipe: str, overrides: list[str]) -> dict[str, float]:
-    """CPU seconds of a real run: of the store's writes, of the controller with them, and of its children."""
-    seconds = 0.0
-    write = Store.write
+    """Of a real run: CPU seconds of the store's writes and of what it does on the loop, of the controller with them and
+    of its children; how long the train step waited for the store; and how long the run took."""
+    seconds = waited = 0.0
+    write, put, committed = Store.write, Store.put, Store.committed
 
-    def measured(store: Store) -> None:
+    def measured_write(store: Store) -> None:
         nonlocal seconds
         flush = store.before
 
@@ -186,39 +260,64 @@ def share_of_a_run(recipe: str, overrides: list[str]) -> dict[str, float]:
             store.before = flush
         seconds += time.thread_time() - began
 
-    Store.write = measured  # type: ignore[method-assign]
+    def measured_put(store: Store, entry: journal.Entry) -> None:
+        nonlocal seconds
+        began = time.thread_time()
+        put(store, entry)
+        seconds += time.thread_time() - began
+
+    async def measured_committed(store: Store) -> None:
+        nonlocal waited
+        began = time.monotonic()
+        await committed(store)
+        waited += time.monotonic() - began
+
+    Store.write, Store.put, Store.committed = measured_write, measured_put, measured_committed  # type: ignore[method-assign]
+    options = [part for override in overrides for part in ("--set", override)]
     with tempfile.TemporaryDirectory() as folder:
-        options = [part for override in overrides for part in ("--set", override)]
         if code := asyncrl_main(["train", recipe, "--run-dir", f"{folder}/run", *options]):
             raise SystemExit(code)
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        summary = read_summary(Path(folder) / "run")
+    assert summary is not None
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    controller, children = time.process_time(), usage.ru_utime + usage.ru_stime
     return {
-        "store_s": seconds,
-        "controller_s": time.process_time(),
-        "children_s": children.ru_utime + children.ru_stime,
-        "share_of_controller": seconds / time.process_time(),
-        "share_of_run": seconds / (time.process_time() + children.ru_utime + children.ru_stime),
+        "store_cpu_s": seconds,
+        "controller_cpu_s": controller,
+        "children_cpu_s": children,
+        "share_of_controller": seconds / controller,
+        "share_of_all_cpu": seconds / (controller + children),
+        "run_s": summary.seconds,
+        "waited_s": waited,
+        "waited_share": waited / summary.seconds,
+        "cpu_share_of_run_s": seconds / summary.seconds,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="put it there, beside what else was measured")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--backlog", type=int, default=1000, metavar="N")
+    parser.add_argument("--backlog", type=int, metavar="N")
+    parser.add_argument("--tokens", type=int, default=2000, help="of each trajectory of --backlog")
     parser.add_argument("--run", metavar="RECIPE")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="with --run")
     args = parser.parse_args()
     if args.run:
-        print(", ".join(f"{key} {value:.3f}" for key, value in share_of_a_run(args.run, args.set).items()))
-        return
-    results = {name: asyncio.run(measure(*case, args.steps)) for name, case in CASES.items()}
-    waiting = asyncio.run(backlog(args.backlog))
-    print(f"backlog of {args.backlog}: {waiting}")
+        results = {"run": share_of_a_run(args.run, args.set)}
+    elif args.backlog:
+        results = {f"backlog of {args.tokens:,} tokens": backlog(args.backlog, args.tokens)}
+    else:
+        results = {name: asyncio.run(measure(*case, args.steps)) for name, case in CASES.items()}
     for name, result in results.items():
-        print(f"{name}: " + ", ".join(f"{key} {value:,.1f}" for key, value in result.items()))
+        print(f"{name}: " + ", ".join(f"{key} {_shown(value)}" for key, value in result.items()))
     if args.json:
-        args.json.write_text(json.dumps({**results, "backlog": waiting}, indent=2) + "\n")
+        others = json.loads(args.json.read_text()) if args.json.exists() else {}
+        args.json.write_text(json.dumps({**others, "machine": machine(), **results}, indent=1) + "\n")
+
+
+def _shown(value: object) -> str:
+    return f"{value:,.3f}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":
