@@ -1,9 +1,9 @@
-"""Clean-up that a cancellation must not cut short (DESIGN rule 6). Used by runtime and engine alike."""
+"""Waits that a cancellation must not cut short (DESIGN rule 6), and those that another's failure does."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -30,3 +30,15 @@ async def to_the_end(work: Coroutine[Any, Any, T], timeout_s: float) -> T:
             task.exception()  # seen, so that the loop does not complain about it
         raise cancelled
     return task.result()
+
+
+async def unless(failure: Coroutine[Any, Any, None], work: Awaitable[T]) -> T:
+    """``work``'s result; given up as soon as ``failure`` raises, with what that raises."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(failure)
+            result = await work
+            watch.cancel()
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
+    return result

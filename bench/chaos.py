@@ -1,7 +1,7 @@
 """What a real run loses when its processes are killed, stopped or cut off, or its disk is full, at random moments.
 
-    python bench/chaos.py [RECIPE] [--tries 50] [--faults kill-server,all-at-once,…] [--quick] [--set KEY=VALUE]
-                          [--seed 0] [--json FILE]
+    python bench/chaos.py [RECIPE] [--tries 50] [--minutes M] [--faults kill-server,all-at-once,…] [--quick]
+                          [--set KEY=VALUE] [--seed 0] [--json FILE]
 
 Each fault has a run of its own, with two servers, two relays, two trainer ranks and worker processes of environments.
 A try waits for a random moment, brings the fault about, and measures the seconds until all processes are there again
@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import resource
@@ -34,7 +35,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from statistics import median
@@ -301,9 +302,9 @@ def proxies_of(recipe: Path, fault: Fault, settings: Sequence[str]) -> Iterator[
 
 
 def play(
-    recipe: Path, folder: Path, name: str, tries: int, settings: Sequence[str], seed: int, note: Callable[[str], None]
+    recipe: Path, folder: Path, name: str, tries: int, minutes: float, settings: Sequence[str], seed: int
 ) -> dict[str, Any]:
-    """One row."""
+    """One row. No try begins later than after ``minutes``."""
     fault, rng = FAULTS[name], random.Random(f"{seed}/{name}")
     with proxies_of(recipe, fault, settings) as proxies:
         if proxies:
@@ -314,16 +315,17 @@ def play(
         seconds: list[float] = []
         try:
             chaos.begin()
-            for _ in range(tries):
+            ends = time.monotonic() + 60 * minutes
+            while len(seconds) < tries and (not seconds or time.monotonic() < ends):
                 seconds.append(chaos.attempt())
-                note(f"{name}: {len(seconds)} of {tries}, back after {seconds[-1]:.1f} s")
+                print(f"{name}: {len(seconds)} of {tries}, back after {seconds[-1]:.1f} s", flush=True)
             code = chaos.finish()
             left = [command for _, command in chaos.run.processes()]
         finally:
             chaos.run.kill()
     return {
         "fault": name,
-        "tries": tries,
+        "tries": len(seconds),
         **chaos.account(recipe),
         "seconds_to_recover": round(median(seconds), 1),
         "seconds_most": round(max(seconds), 1),
@@ -361,6 +363,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("recipe", type=Path, nargs="?", default=Path("recipes/runsum"))
     parser.add_argument("--tries", type=int, default=50, help="of each fault")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no try of a fault later than that")
     parser.add_argument("--faults", default=",".join(FAULTS), help=f"of {', '.join(FAULTS)}")
     parser.add_argument("--quick", action="store_true", help="one try of each")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="lay over the recipe")
@@ -378,10 +381,8 @@ def main() -> int:
     tree = commit()
     for name in names:
         with tempfile.TemporaryDirectory(prefix="asyncrl-chaos-", ignore_cleanup_errors=True) as folder:
-            rows.append(
-                play(args.recipe, Path(folder), name, tries, settings, args.seed, lambda line: print(line, flush=True))
-                | {"commit": tree}
-            )
+            row = play(args.recipe, Path(folder), name, tries, args.minutes, settings, args.seed)
+            rows.append({**row, "commit": tree})
         print(json.dumps(rows[-1]), flush=True)
         if args.json:
             ordered = sorted(others + rows, key=lambda row: list(FAULTS).index(row["fault"]))

@@ -173,6 +173,7 @@ def check(recipe: Recipe) -> None:
         "engine.patience_s": e.patience_s,
         "trainer.connect_timeout_s": t.connect_timeout_s,
         "trainer.step_timeout_s": t.step_timeout_s,
+        "trainer.health_timeout_s": t.health_timeout_s,
         "trainer.learning_rate": t.learning_rate,
         "trainer.grad_clip": t.grad_clip,
     }

@@ -321,6 +321,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     ``run.checkpoint_every`` asks for fewer. The batches since then are in the run store, on the disk."""
     connect_timeout_s: float = 300.0
     step_timeout_s: float = 3600.0
+    health_timeout_s: float = 120.0
+    """How long rank 0 may leave unanswered whether it is there, while it works: it hangs, or its host is cut off."""
 
     @property
     def restartable(self) -> bool:

@@ -1,7 +1,8 @@
 """The Trainer port over HTTP: starts the torchrun job (or finds one), and turns its every failure into one line.
 
 Every wait ends with the answer, its deadline, or the end of the job, whichever is first: a request and the process are
-waited for together. Imports no torch.
+waited for together. While a command is at work, rank 0 is asked again and again whether it is there, as its connection
+may have gone without a word. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from asyncrl.core.advantage import Advantage, TurnRewards, split_rewards
 from asyncrl.core.types import Batch, Trajectory
 from asyncrl.ports import CheckpointFailed, StepResult, TrainerDied, TrainerError
 from asyncrl.processes import free_port
+from asyncrl.shield import unless
 from asyncrl.train.description import PREFIX, version_of
 from asyncrl.train.job import TorchrunJob
 from asyncrl.wire import FeedReq, OpenGroupReq, PublishReq, SaveReq, TrainerInfo, TrainReply, TrainReq, TrainSequence
@@ -32,6 +34,9 @@ T = TypeVar("T")
 
 RETRY_S = 0.1
 """Pause between attempts to reach a job that does not listen yet (in its first second or two)."""
+
+HEALTH_EVERY_S = 10.0
+"""Pause between two questions whether rank 0 is there."""
 
 DOING_S = 2.0
 """How long a job may take to say what it does."""
@@ -203,7 +208,7 @@ class HttpTrainer:
         self, path: str, request: msgspec.Struct | None, refusal: type[TrainerError] = TrainerError
     ) -> TrainReply:
         timeout_s = self._recipe.trainer.step_timeout_s
-        answer = self._ask(path, msgspec.msgpack.encode(request))
+        answer = unless(self._silent(path), self._ask(path, msgspec.msgpack.encode(request)))
         reply = await self._bounded(answer, timeout_s, f"no answer to /{path}", "trainer.step_timeout_s")
         if reply.error is not None:
             raise refusal(f"trainer: {reply.error}")
@@ -219,6 +224,24 @@ class HttpTrainer:
     def _gone(self, line: str) -> TrainerError:
         self._lost = True
         return TrainerError(line) if self._given_url else TrainerDied(line)
+
+    async def _silent(self, path: str) -> None:
+        """Raises ``TrainerError`` once rank 0 has said nothing for too long."""
+        loop, limit_s = asyncio.get_running_loop(), self._recipe.trainer.health_timeout_s
+        heard = loop.time()
+        while True:
+            await asyncio.sleep(min(HEALTH_EVERY_S, limit_s / 4))
+            try:
+                async with asyncio.timeout_at(heard + limit_s):
+                    await self._request("GET", "health", b"", TrainerInfo)
+                heard = loop.time()
+            except (TrainerError, aiohttp.ClientError, msgspec.MsgspecError):
+                continue  # whether the command's own connection is broken is for that to say
+            except TimeoutError:
+                raise self._gone(
+                    f"trainer: {self._url} has not answered /health for {limit_s:g} s, with /{path} at work: it hangs, "
+                    f"or its host is cut off; see {self._log}, or raise trainer.health_timeout_s"
+                ) from None
 
     async def _first_answer(self) -> TrainerInfo:
         while True:

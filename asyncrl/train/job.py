@@ -6,7 +6,6 @@ whichever dies first.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import signal
@@ -19,6 +18,7 @@ from asyncrl import config
 from asyncrl.access import VARIABLE, gloo_interface
 from asyncrl.ports import TrainerDied, TrainerError
 from asyncrl.processes import Child
+from asyncrl.shield import unless
 from asyncrl.train.lifetime import PARENT_VARIABLE
 
 T = TypeVar("T")
@@ -75,14 +75,7 @@ class TorchrunJob:
     async def unless_ended(self, work: Awaitable[T]) -> T:
         """``work``'s result; given up with ``TrainerDied`` as soon as the job ends, or with another ``TrainerError`` if
         one that is started in its place would end in the same way."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                watch = tasks.create_task(self._ended())
-                result = await work
-                watch.cancel()
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
-        return result
+        return await unless(self._ended(), work)
 
     async def _ended(self) -> None:
         code, log = await self._child.wait(), self._child.log
