@@ -236,12 +236,13 @@ class TrainReply(msgspec.Struct, kw_only=True, frozen=True):
     """Metrics of one step (``loss``, ``grad_norm``, ``lr``, ``tokens``, ``ratio_mean`` …), and the version reached.
     Also the answer to /feed, /publish, /open_group, /join_group, /save, /saved and /shutdown. With ``error`` set,
     nothing has changed. ``checksum`` is that of the weights that the last step made (``ports.StepResult``),
-    ``checksums`` are those of the staged tensors, as in ``TrainerInfo``."""
+    ``checksums`` are those of the staged tensors and ``outlets`` as in ``TrainerInfo``."""
 
     version: int
     metrics: dict[str, float]
     checksum: int = 0
     checksums: list[int] = []
+    outlets: list[str] = []
     error: str | None = None
 
 
@@ -249,7 +250,7 @@ class PublishReq(msgspec.Struct, kw_only=True, frozen=True):
     """POST /publish: one part of moving weights. ``disk``: write the current weights, ``version``, to the folder
     ``path``. ``stage``: gather them into rank 0's memory. ``collective``: broadcast what was staged as ``version`` over
     the update group, while the servers receive; needs nothing of the ranks, so a train step may run meanwhile.
-    ``relay``: gather them into rank 0's memory, from which relays take them at the ``port`` in the answer's metrics."""
+    ``relay``: each rank copies its share into memory that it offers to relays, at the answer's ``outlets``."""
 
     version: int
     transport: str
@@ -276,7 +277,8 @@ class SaveReq(msgspec.Struct, kw_only=True, frozen=True):
 
 class TrainerInfo(msgspec.Struct, kw_only=True, frozen=True):
     """GET /health of the trainer: ready once it answers. ``checksum`` is that of its last step, 0 before the first;
-    ``checksums`` those of the staged tensors, if any, in the order of ``names``."""
+    ``checksums`` those of the staged tensors, if any, in the order of ``names``. ``outlets`` are where relays take the
+    version that was offered to them last, together (``host:port``)."""
 
     version: int
     checksum: int = 0
@@ -287,6 +289,7 @@ class TrainerInfo(msgspec.Struct, kw_only=True, frozen=True):
     dtypes: list[str]
     shapes: list[list[int]]
     checksums: list[int] = []
+    outlets: list[str] = []
     doing: str = ""
     """What the job does now: the step and its micro-batch; empty between two commands."""
 
@@ -299,7 +302,7 @@ class RelayOrders(msgspec.Struct, kw_only=True, frozen=True):
     dropped first: version numbers mean something within a run only."""
 
     run: str
-    source: str = ""
+    sources: tuple[str, ...] = ()
     versions: tuple[int, ...] = ()
 
 
@@ -329,6 +332,9 @@ class FetchReq(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class FetchReply(msgspec.Struct, kw_only=True, frozen=True):
-    """Before the bytes. Without a ``manifest`` the version is not there, nor on its way, and none follow."""
+    """Before the bytes. Without a ``manifest`` the version is not there, nor on its way, and none follow. ``spans`` are
+    the parts of the file (start, end) that this one has, where it does not have all: only they follow, and the
+    checksums are what they add to those of the whole."""
 
     manifest: Manifest | None = None
+    spans: tuple[tuple[int, int], ...] = ()

@@ -152,7 +152,6 @@ async def train(
                 job,
                 relays.urls,
                 {engine.name: relay for engine, relay in zip(engines, nearest, strict=True) if relay is not None},
-                address=recipe.weights.address,
                 keep=recipe.weights.keep_versions,
                 run=f"{run_dir.name}-{random.SystemRandom().getrandbits(64):016x}",
                 timeout_s=recipe.engine.control_timeout_s,

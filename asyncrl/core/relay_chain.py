@@ -14,10 +14,10 @@ from asyncrl.core.types import Record
 
 
 class Orders(Record, frozen=True, kw_only=True):
-    """What one relay is to do: take ``versions`` that it lacks from ``source`` (``host:port``), newest first, and drop
-    all others."""
+    """What one relay is to do: take ``versions`` that it lacks from ``sources`` (``host:port``), newest first, and drop
+    all others. There is one source, or for the master each rank of the trainer, which together have all."""
 
-    source: str = ""
+    sources: tuple[str, ...] = ()
     versions: tuple[int, ...] = ()
 
 
@@ -28,7 +28,7 @@ class RelayChain:
         self._keep = keep
         self._chain: dict[str, str] = {}
         """Relay → where others take weights from it, in the order of the chain."""
-        self._trainer = ""
+        self._trainer: tuple[str, ...] = ()
         self._versions: list[int] = []
         """Newest first."""
         self._held: Counter[int] = Counter()
@@ -56,9 +56,9 @@ class RelayChain:
         self._chain.pop(relay, None)
         self._unable.discard(relay)
 
-    def announce(self, version: int, trainer: str) -> None:
-        """The trainer offers ``version`` at ``trainer``, in place of the one before. A version that comes again after
-        others, from a trainer that went back to a checkpoint, is the newest again."""
+    def announce(self, version: int, trainer: tuple[str, ...]) -> None:
+        """The trainer's ranks offer ``version`` at ``trainer``, in place of the one before. A version that comes again
+        after others, from a trainer that went back to a checkpoint, is the newest again."""
         self._trainer = trainer
         self._versions = [version, *(v for v in self._versions if v < version)]
         self._unable.clear()
@@ -82,9 +82,9 @@ class RelayChain:
     def orders(self) -> dict[str, Orders]:
         """Of every relay in the chain."""
         orders = {}
-        source = self._trainer
+        sources = self._trainer
         for relay, address in self._chain.items():
-            orders[relay] = Orders(source=source, versions=tuple(self._versions))
+            orders[relay] = Orders(sources=sources, versions=tuple(self._versions))
             if relay not in self._unable:
-                source = address
+                sources = (address,)
         return orders

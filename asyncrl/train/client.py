@@ -150,8 +150,12 @@ class HttpTrainer:
     async def publish(self, version: int, transport: str, path: str = "") -> dict[str, float]:
         """One part of moving weights, see ``wire.PublishReq``; the answer's metrics. Raises ``TrainerError``."""
         reply = await self._command("publish", PublishReq(version=version, transport=transport, path=path))
-        self._info = msgspec.structs.replace(self.info, checksums=reply.checksums)
+        self._info = msgspec.structs.replace(self.info, checksums=reply.checksums, outlets=reply.outlets)
         return reply.metrics
+
+    @property
+    def outlets(self) -> list[str]:
+        return self.info.outlets
 
     async def unless_ended(self, work: Awaitable[T]) -> T:
         """``work``'s result; ``TrainerDied`` as soon as the job that was started here ends."""

@@ -24,14 +24,15 @@ from asyncrl.train.checkpoint import WriteFailed
 from asyncrl.train.description import PREFIX, STATE
 from asyncrl.train.dump import save_batch
 from asyncrl.train.export import FolderWriter, drop_other_versions
-from asyncrl.train.rank import Begin, Gather, Rank, Save, Stop, Train
+from asyncrl.train.rank import Begin, Gather, Offer, Rank, Save, Stop, Train
 from asyncrl.train.server import Refused
 from asyncrl.train.statistics import advantage_moments
 from asyncrl.train.step import BadBatch, StepBroken
 from asyncrl.train.work import StepRefused, plan_part, plan_work, token_advantages
-from asyncrl.weights.outlet import Outlet
 from asyncrl.weights.sender import UpdateGroup
 from asyncrl.wire import FeedReq, OpenGroupReq, PublishReq, SaveReq, TrainerInfo, TrainReq, TrainSequence
+
+REACHED = "set weights.address to where they reach the trainer"
 
 
 class Fed:
@@ -47,16 +48,15 @@ class Leader:
     """``server.Commands`` over one rank. Owns the staged weights and the update group. Bad batches are left in
     ``run_dir``."""
 
-    def __init__(self, rank: Rank, run_dir: Path, token: str = "") -> None:
+    def __init__(self, rank: Rank, run_dir: Path) -> None:
         self._rank = rank
-        self._token = token
         self._run_dir = run_dir
         self._fed = Fed()
         self._staged: tuple[int, dict[str, Tensor]] = (-1, {})
         self._checksums: list[int] = []
         """Of the staged tensors."""
         self._group: UpdateGroup | None = None
-        self._outlet: Outlet | None = None
+        self._outlets: list[str] = []
         self._checkpoint = Path()
         """The one that was begun last."""
 
@@ -72,6 +72,7 @@ class Leader:
             dtypes=[t.dtype for t in tensors],
             shapes=[list(t.shape) for t in tensors],
             checksums=self._checksums,
+            outlets=self._outlets,
             doing=self._rank.learner.doing,
         )
 
@@ -168,7 +169,6 @@ class Leader:
         if request.version != version:
             raise Refused(f"version {request.version} cannot be published: the weights are version {version}")
         started = time.perf_counter()
-        port: dict[str, float] = {}
         if request.transport == "disk":
             path = Path(request.path)
             self._write(path)
@@ -176,10 +176,10 @@ class Leader:
         elif request.transport == "stage":
             self._stage(version)
         elif request.transport == "relay":
-            port = {"port": float(self._offer(version))}
+            self._offer(version)
         else:
             raise Refused(f"transport {request.transport!r} is not known; use disk, stage, collective or relay")
-        return {"seconds": time.perf_counter() - started, "bytes": float(self._rank.weights.nbytes), **port}
+        return {"seconds": time.perf_counter() - started, "bytes": float(self._rank.weights.nbytes)}
 
     def save(self, request: SaveReq) -> dict[str, float]:
         """Copy the state and have it written; the seconds are those that training stood still."""
@@ -221,7 +221,7 @@ class Leader:
         self._rank.checkpoints.wait()
         self._tell(Stop())
 
-    def _tell(self, command: Gather | Save | Stop) -> None:
+    def _tell(self, command: Gather | Offer | Save | Stop) -> None:
         self._rank.channel.send([msgspec.msgpack.encode(command)] * dist.get_world_size())
 
     def _write(self, path: Path) -> None:
@@ -255,25 +255,13 @@ class Leader:
         self._staged = (version, staged)
         self._checksums = [checksum(staged[t.name]) for t in self._rank.weights.tensors]
 
-    def _offer(self, version: int) -> int:
-        """A whole copy in memory from which relays take it; the port where."""
-        address = self._rank.recipe.weights.address
-        if self._outlet is None:
-            try:
-                self._outlet = Outlet(address, self._token)
-            except OSError as error:
-                raise Refused(_cannot_listen("relays", address, error)) from error
-        weights = msgspec.structs.replace(self._rank.weights, version=version)
-        layout, memory = self._outlet.begin(weights)
-        places = {place.tensor.name: place for place in layout.places}
-        self._tell(Gather())
-        for bucket in self._rank.gather(keep=True):
-            for name, tensor in bucket.items():
-                start, size = places[name].start, places[name].tensor.nbytes
-                copy = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
-                copy.copy_(tensor.reshape(-1).view(torch.uint8))
-        self._outlet.offer(weights)
-        return self._outlet.port
+    def _offer(self, version: int) -> None:
+        self._tell(Offer(version=version))
+        offered = self._rank.offer(version)
+        for one in offered:
+            if one.error:
+                raise Refused(f"cannot listen for relays at {one.error}; {REACHED}")
+        self._outlets = [one.address for one in offered]
 
     # --- sender thread
 
@@ -282,7 +270,7 @@ class Leader:
         try:
             self._group = UpdateGroup(request.address, request.world_size, request.group_name, request.backend)
         except (RuntimeError, ValueError, OSError) as error:
-            raise Refused(_cannot_listen("servers", request.address, error)) from error
+            raise Refused(f"cannot listen for servers at {request.address}: {_first_line(error)}; {REACHED}") from error
         return {"port": float(self._group.port)}
 
     def join_group(self, _: None) -> dict[str, float]:
@@ -334,11 +322,6 @@ def _assembled(request: TrainReq, fed: Fed) -> TrainReq:
     others = iter(request.sequences)
     sequences = [places[i] if i in places else next(others) for i in range(count)]
     return msgspec.structs.replace(request, sequences=sequences)
-
-
-def _cannot_listen(whom: str, address: str, error: Exception) -> str:
-    why = _first_line(error)
-    return f"cannot listen for {whom} at {address}: {why}; set weights.address to where they reach the trainer"
 
 
 def _first_line(error: BaseException) -> str:

@@ -313,13 +313,23 @@ def gather(
     at a time. Tensors may share memory with the parameters: use them before the next step.
     """
 
-    def whole() -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in named_parameters(policy):
-            part = parameter.detach()
-            part = part if lora.is_factor(name) else part.to(dtype)
-            yield name, part.full_tensor() if isinstance(part, DTensor) else part
+    return in_buckets(policy, weights, limit, keep, whole(named_parameters(policy), dtype))
 
-    return in_buckets(policy, weights, limit, keep, whole())
+
+def whole(parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """One after another, gathered on every rank: a collective."""
+    for name, parameter in parameters:
+        part = parameter.detach()
+        part = part if lora.is_factor(name) else part.to(dtype)
+        yield name, part.full_tensor() if isinstance(part, DTensor) else part
+
+
+def exported(
+    policy: Policy, parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Whole ``parameters`` in the policy's order, as ``save_pretrained`` names and cuts them."""
+    for name, parameter in lora.merged(parameters, policy.lora_scale, dtype):
+        yield from revert_weight_conversion(policy.lm, {name: parameter}).items()
 
 
 def in_buckets(
@@ -330,13 +340,12 @@ def in_buckets(
     buckets = iter(weights.buckets(limit))
     wanted: set[str] = set()
     bucket: dict[str, Tensor] = {}
-    for name, parameter in lora.merged(parameters, policy.lora_scale, dtype):
-        for saved, tensor in revert_weight_conversion(policy.lm, {name: parameter}).items():
-            if not wanted:
-                wanted = {t.name for t in next(buckets)}
-            wanted.remove(saved)
-            if keep:
-                bucket[saved] = tensor.contiguous()
-            if not wanted:
-                yield bucket
-                bucket = {}
+    for saved, tensor in exported(policy, parameters, dtype):
+        if not wanted:
+            wanted = {t.name for t in next(buckets)}
+        wanted.remove(saved)
+        if keep:
+            bucket[saved] = tensor.contiguous()
+        if not wanted:
+            yield bucket
+            bucket = {}

@@ -20,10 +20,11 @@ from asyncrl.config import Recipe, RecipeError
 from asyncrl.core.types import Record
 from asyncrl.loading import load_own
 from asyncrl.train import effort, lora, model
-from asyncrl.train.channel import Channel
+from asyncrl.train.channel import Channel, all_gather
 from asyncrl.train.checkpoint import Checkpoints
 from asyncrl.train.loss import LOSSES, check_loss
 from asyncrl.train.model import Critic, ModelError, Policy
+from asyncrl.train.share import Share
 from asyncrl.train.step import Learner
 from asyncrl.train.work import Part, StepRefused, Work
 
@@ -46,6 +47,12 @@ class Gather(Record, frozen=True, kw_only=True, tag=True):
     """To a rank: take part in gathering the weights."""
 
 
+class Offer(Record, frozen=True, kw_only=True, tag=True):
+    """To a rank: offer its share of the weights to relays."""
+
+    version: int
+
+
 class Save(Record, frozen=True, kw_only=True, tag=True):
     """To a rank: begin to write its part of a checkpoint into ``folder``."""
 
@@ -56,12 +63,26 @@ class Stop(Record, frozen=True, kw_only=True, tag=True):
     """To a rank: end."""
 
 
-class Rank:
-    """What every rank has: its shard, its learner, and its end of the channel."""
+class Offered(Record, frozen=True, kw_only=True):
+    """Where relays reach a rank (``host:port``), or the line that says why they cannot."""
 
-    def __init__(self, recipe: Recipe, folder: str, device: torch.device) -> None:
+    address: str = ""
+    error: str = ""
+
+
+class Rank:
+    """What every rank has: its shard, its learner, and its end of the channel. ``address`` is where relays reach it, if
+    they show the ``token``."""
+
+    def __init__(
+        self, recipe: Recipe, folder: str, device: torch.device, address: str = "127.0.0.1", token: str = ""
+    ) -> None:
         """Raises ``ModelError`` or ``RecipeError``."""
         self.recipe = recipe
+        self._address = address
+        self._token = token
+        self._share: Share | None = None
+        self._offered: list[Offered] = []
         self.folder = folder
         self.device = device
         self.dtype = getattr(torch, recipe.model.dtype)
@@ -163,10 +184,33 @@ class Rank:
             yield bucket
         self.learner.doing = ""
 
+    def offer(self, version: int) -> list[Offered]:
+        """Each rank copies its share of the weights into memory from which relays take it; where, by rank. With an
+        error among them nothing is offered. A collective."""
+        if self._share is None:
+            said = Offered()
+            try:
+                number, ranks = dist.get_rank(), dist.get_world_size()
+                share = Share(self.learner.policy, self.weights, number, ranks, self._address, self._token)
+                said = Offered(address=share.address)
+            except OSError as error:
+                said = Offered(error=f"{self._address}: {error.strerror or error}")
+            self._offered = all_gather(said, Offered, self.channel.group)
+            if any(one.error for one in self._offered):
+                if said.address:
+                    share.close()
+                return self._offered
+            self._share = share
+        self.learner.doing = "offers the weights"
+        self._share.offer(version)
+        dist.barrier(self.channel.group)
+        self.learner.doing = ""
+        return self._offered
+
     def follow(self) -> None:
         """Ranks other than 0: do what rank 0 says, until it says stop."""
         for message in self.commands(iter(self.channel.receive, None)):
-            match msgspec.msgpack.decode(message, type=Train | Begin | Gather | Save | Stop):
+            match msgspec.msgpack.decode(message, type=Train | Begin | Gather | Offer | Save | Stop):
                 case Train(work=work):
                     with suppress(StepRefused):  # rank 0 reports it
                         self.train(work)
@@ -175,6 +219,8 @@ class Rank:
                 case Gather():
                     for _ in self.gather(keep=False):
                         pass
+                case Offer(version=version):
+                    self.offer(version)
                 case Save(folder=folder):
                     self.checkpoints.begin(Path(folder))
                 case Stop():

@@ -155,7 +155,12 @@ class Server:
             error = str(refusal)
         info = self._commands.info()
         return TrainReply(
-            version=info.version, metrics=metrics, checksum=info.checksum, checksums=info.checksums, error=error
+            version=info.version,
+            metrics=metrics,
+            checksum=info.checksum,
+            checksums=info.checksums,
+            outlets=info.outlets,
+            error=error,
         )
 
 

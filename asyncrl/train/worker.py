@@ -58,8 +58,9 @@ def main() -> None:
 
 def run(recipe: Recipe, token: str, folder: str, port: int, run_dir: Path, resume: Path | None) -> None:
     """One rank's life, from start to /shutdown. What went wrong in a step is kept in ``run_dir``."""
+    address = _address(recipe.weights.address)
     if recipe.weights.transport == "relay":
-        demand("weights.address =", recipe.weights.address, token)
+        demand("weights.address =", address, token)
     listener = _listen(port) if os.environ["RANK"] == "0" else None
     if resume is not None:
         check(resume, recipe, Path(folder))
@@ -88,7 +89,7 @@ def run(recipe: Recipe, token: str, folder: str, port: int, run_dir: Path, resum
     store = _store(number, ranks, timeout)
     dist.init_process_group(backend, store=store, rank=number, world_size=ranks, timeout=timeout)
     try:
-        rank = Rank(recipe, folder, device)
+        rank = Rank(recipe, folder, device, address, token)
         if resume is not None:
             rank.checkpoints.load(resume)
     except (ModelError, RecipeError) as error:
@@ -97,7 +98,7 @@ def run(recipe: Recipe, token: str, folder: str, port: int, run_dir: Path, resum
         if listener is None:
             rank.follow()
         else:
-            leader = Leader(rank, run_dir, token)
+            leader = Leader(rank, run_dir)
             server = Server(listener, leader, token)
             for job in rank.commands(server.jobs()):
                 job()
@@ -106,6 +107,15 @@ def run(recipe: Recipe, token: str, folder: str, port: int, run_dir: Path, resum
     except StepBroken as error:
         raise GivenUp(str(error)) from error
     dist.destroy_process_group()
+
+
+def _address(first: str) -> str:
+    """Where relays reach this rank: ``first`` on the machine of rank 0; on another that by which it reaches rank 0."""
+    if os.environ.get("GROUP_RANK", "0") == "0":
+        return first
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+        return str(probe.getsockname()[0])
 
 
 def _store(rank: int, ranks: int, timeout: timedelta) -> TCPStore | None:

@@ -1,7 +1,9 @@
 """How weights travel between two processes: one TCP connection for one version, asked for by the one that lacks it.
+Where several have parts of it, one connection to each.
 
     taker → giver    length, FetchReq
-    giver → taker    length, FetchReply, then the bytes of the file from the offset that was asked for to its end
+    giver → taker    length, FetchReply, then the bytes of the file (or of the giver's parts of it) from the offset that
+                     was asked for to its end
 
 The giver sends what it has and goes on as more comes in, so a chain of them is a pipeline. The taker names its own
 offset: after a broken connection it goes on where it was, with whoever gives to it then. A slow taker holds back
@@ -12,9 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
+from collections import deque
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
+
+from asyncrl.core.manifest import Manifest
+from asyncrl.wire import FetchReply, FetchReq
 
 T = TypeVar("T")
 
@@ -48,6 +56,52 @@ def decode(body: bytes, kind: type[T]) -> T:
         return msgspec.msgpack.decode(body, type=kind)
     except msgspec.MsgspecError as error:
         raise LinkBroken(f"not a {kind.__name__}: {error}") from None
+
+
+class Source:
+    """Who gives a version: one that has all of it, or several that have their parts. ``sockets`` are connected to
+    them, and closed by who made them. ``manifest`` is what ``ask`` found, None where one of them has it not."""
+
+    def __init__(self, sockets: Sequence[socket.socket]) -> None:
+        self._sockets = sockets
+        self._spans: deque[tuple[int, int, socket.socket]] = deque()
+        self.manifest: Manifest | None = None
+
+    async def ask(self, request: FetchReq) -> None:
+        """Raises ``LinkBroken`` or ``OSError``."""
+        for sock in self._sockets:
+            await asyncio.get_running_loop().sock_sendall(sock, frame(request))
+        replies = [await receive(sock, FetchReply) for sock in self._sockets]
+        self.manifest = _joined([reply.manifest for reply in replies])
+        spans = [
+            (start, end, number)
+            for number, reply in enumerate(replies)
+            for start, end in reply.spans or ((0, sys.maxsize),)
+        ]
+        self._spans = deque((start, end, self._sockets[number]) for start, end, number in sorted(spans))
+
+    async def receive_into(self, start: int, view: memoryview) -> int:
+        """At least one byte, those of the file from ``start`` on, which never goes back. Raises ``LinkBroken`` or
+        ``OSError``."""
+        while self._spans and self._spans[0][1] <= start:
+            self._spans.popleft()
+        if not self._spans or self._spans[0][0] > start:
+            raise LinkBroken(f"nobody gives byte {start}")
+        _, end, sock = self._spans[0]
+        return await receive_into(sock, view[: end - start])
+
+
+def _joined(parts: Sequence[Manifest | None]) -> Manifest | None:
+    """Raises ``LinkBroken``."""
+    whole, *others = parts
+    for part in others:
+        if whole is None or part is None:
+            return None
+        if (part.version, part.tensors) != (whole.version, whole.tensors):
+            raise LinkBroken("its sources have different weights")
+        sums = {name: (total + part.checksums.get(name, 0)) % 2**64 for name, total in whole.checksums.items()}
+        whole = msgspec.structs.replace(whole, checksums=sums)
+    return whole
 
 
 async def receive(sock: socket.socket, kind: type[T]) -> T:

@@ -1,4 +1,4 @@
-"""The trainer's end of the ``relay`` transport: the newest version in rank 0's memory, for the master relay to take.
+"""The trainer's end of the ``relay`` transport: a rank's share of the newest version, for the master relay to take.
 
 Laid out as the file that the relays keep, in memory without a name, so that the kernel sends it from there while the
 next step runs. A thread listens, and each relay that asks has one of its own: the master, or the next where that dies.
@@ -10,6 +10,8 @@ import mmap
 import os
 import socket
 import threading
+from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 
 import msgspec
@@ -24,14 +26,16 @@ from asyncrl.wire import FetchReply, FetchReq
 
 class Outlet:
     """Listens at ``address`` from the beginning; ``port`` says where. ``begin``, fill the memory, ``offer``. Takers
-    have to show the ``token``."""
+    have to show the ``token``. With ``spans`` (start, end), in order, it is only those parts of the file that are
+    filled, offered, and take memory."""
 
-    def __init__(self, address: str, token: str = "") -> None:
+    def __init__(self, address: str, token: str = "", spans: Sequence[tuple[int, int]] = ()) -> None:
         """Raises ``OSError``, where ``address`` is none of this machine for instance."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family)
         self.port: int = self._listener.getsockname()[1]
         self._token = token
+        self._spans = tuple(spans)
         self._file = os.memfd_create("asyncrl-weights")
         self._memory = mmap.mmap(-1, 1)
         self._layout = WeightFile(header=b"", places=(), size=0)
@@ -55,7 +59,8 @@ class Outlet:
             os.ftruncate(self._file, layout.size)
             self._memory = mmap.mmap(self._file, layout.size)
         self._layout = layout
-        self._memory[: len(layout.header)] = layout.header
+        if not self._spans or self._spans[0][0] == 0:
+            self._memory[: len(layout.header)] = layout.header
         return layout, self._memory
 
     def offer(self, manifest: Manifest) -> None:
@@ -87,10 +92,11 @@ class Outlet:
                     return
                 self._takers.add(taker)
             try:
-                taker.sendall(frame(FetchReply(manifest=self._summed())))
-                offset = request.offset
-                while offset < self._layout.size:
-                    offset += os.sendfile(taker.fileno(), self._file, offset, self._layout.size - offset)
+                taker.sendall(frame(FetchReply(manifest=self._summed(), spans=self._spans)))
+                for start, end in self._spans or ((0, self._layout.size),):
+                    offset = max(start, request.offset)
+                    while offset < end:
+                        offset += os.sendfile(taker.fileno(), self._file, offset, end - offset)
             finally:
                 with self._lock:
                     self._takers.discard(taker)
@@ -101,13 +107,26 @@ class Outlet:
         offered = self._offered
         assert offered is not None
         if not offered.checksums:
-            data = memoryview(self._memory)
-            sums = {p.tensor.name: checksum_of_part(data[p.start : p.end], 0) for p in self._layout.places}
+            sums = _sums(self._layout, self._spans or ((0, self._layout.size),), memoryview(self._memory))
             offered = msgspec.structs.replace(offered, checksums=sums)
             with self._lock:
                 if self._offered is not None:
                     self._offered = offered
         return offered
+
+
+def _sums(layout: WeightFile, spans: Sequence[tuple[int, int]], data: memoryview) -> dict[str, int]:
+    """What the bytes in ``spans`` add to each tensor's checksum."""
+    sums = {place.tensor.name: 0 for place in layout.places}
+    pending = deque(spans)
+    for place in layout.places:
+        while pending and (start := max(pending[0][0], place.start)) < place.end:
+            end = min(pending[0][1], place.end)
+            sums[place.tensor.name] += checksum_of_part(data[start:end], start - place.start)
+            if pending[0][1] > place.end:
+                break
+            pending.popleft()
+    return {name: total % 2**64 for name, total in sums.items()}
 
 
 def _exactly(sock: socket.socket, size: int) -> bytes:

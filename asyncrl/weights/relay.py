@@ -14,13 +14,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import msgspec
 from aiohttp import WSMsgType, web
 
 from asyncrl.access import guard, matches
-from asyncrl.weights.link import STRANGER, LinkBroken, connect, frame, receive, receive_into
+from asyncrl.weights.link import STRANGER, LinkBroken, Source, connect, frame, receive
 from asyncrl.weights.store import Corrupt, Incoming, NoRoom, Store
 from asyncrl.wire import FetchReply, FetchReq, RelayOrders, RelayState
 
@@ -106,7 +106,7 @@ class Relay:
             self._unable = None
             self._absent.clear()
         if self._fetching is not None:
-            going_on = self._wanted() if orders.source == before.source else None
+            going_on = self._wanted() if orders.sources == before.sources else None
             if going_on is None or self._incoming is None or going_on != self._incoming.manifest.version:
                 self._fetching.reschedule(asyncio.get_running_loop().time())
                 self._fetching = None
@@ -172,7 +172,7 @@ class Relay:
             begun = self._incoming
             if begun is not None and (begun.manifest.version != version or self._incoming_run != orders.run):
                 self._drop_incoming()
-            if version is None or not orders.source:
+            if version is None or not orders.sources:
                 try:
                     async with asyncio.timeout(ABSENT_S if self._absent else None):
                         await news.wait()
@@ -195,19 +195,18 @@ class Relay:
                 log.warning("%s; it is taken again", error)
                 await asyncio.sleep(RETRY_S)
             except (LinkBroken, OSError) as error:  # TimeoutError is one: other orders came
-                log.info("version %d from %s: %s", version, orders.source, error or type(error).__name__)
+                log.info("version %d from %s: %s", version, ", ".join(orders.sources), error or type(error).__name__)
                 if self._orders is orders:
                     await asyncio.sleep(RETRY_S)
 
     async def _fetch(self, orders: RelayOrders, version: int) -> None:
         """The rest of a version. Raises ``LinkBroken``, ``OSError``, ``Corrupt`` or ``NoRoom``."""
-        async with asyncio.timeout(CONNECT_S):
-            sock = await connect(orders.source)
-        with sock:
+        with ExitStack() as connected:
+            async with asyncio.timeout(CONNECT_S):
+                source = Source([connected.enter_context(await connect(address)) for address in orders.sources])
             offset = 0 if self._incoming is None else self._incoming.received
-            request = FetchReq(run=orders.run, version=version, offset=offset, token=self._token)
-            await asyncio.get_running_loop().sock_sendall(sock, frame(request))
-            manifest = (await receive(sock, FetchReply)).manifest
+            await source.ask(FetchReq(run=orders.run, version=version, offset=offset, token=self._token))
+            manifest = source.manifest
             if manifest is None:
                 self._absent.add(version)
                 return
@@ -217,19 +216,19 @@ class Relay:
             elif manifest != self._incoming.manifest:
                 self._drop_incoming()
                 raise LinkBroken("it has other weights of the same version; taken from the beginning")
-            await self._receive(sock, self._incoming)
+            await self._receive(source, self._incoming)
         self._store.complete(self._incoming)
         self._incoming = None
         self._tell()
 
-    async def _receive(self, sock: socket.socket, incoming: Incoming) -> None:
+    async def _receive(self, source: Source, incoming: Incoming) -> None:
         while (start := incoming.received) < incoming.size:
             chunk_end = (start // self._chunk_bytes + 1) * self._chunk_bytes
             piece = self._buffer[: min(incoming.size, chunk_end, start + PIECE_BYTES) - start]
             got = 0
             try:
                 while got < len(piece):
-                    got += await receive_into(sock, piece[got:])
+                    got += await source.receive_into(start + got, piece[got:])
             finally:  # what came before a connection broke need not come again
                 self._received += got
                 incoming.write(piece[:got])

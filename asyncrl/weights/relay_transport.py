@@ -1,7 +1,7 @@
 """WeightTransport over relays: the controller's end, which decides on the chain and knows who holds what.
 
-    prepare   rank 0 gathers the version into its memory and offers it; then the trainer goes on
-    arrive    the master takes it from there, and each relay from the one before (``relay.py``); nobody else waits
+    prepare   each rank of the trainer copies its share into memory that it offers; then the trainer goes on
+    arrive    the master takes all of it from there, each relay from the one before (``relay.py``); nobody else waits
     deliver   a server loads it from its own host's shared memory
 
 ``watch`` runs beside: it has a connection to each relay, over which orders go and states come. A relay whose connection
@@ -41,15 +41,19 @@ GONE_S = 10.0
 class Publisher(Protocol):
     """What this transport needs of the trainer's client."""
 
+    @property
+    def outlets(self) -> Sequence[str]:
+        """Where its ranks offer what was published last."""
+        ...
+
     async def publish(self, version: int, transport: str, path: str = "") -> Mapping[str, float]: ...
 
     async def unless_ended(self, work: Awaitable[T]) -> T: ...
 
 
 class RelayTransport:
-    """``relays`` are their URLs, ``hosts`` says which one each server (by its name) loads from. ``address`` is where
-    the master reaches the trainer's rank 0. ``run`` tells this run's versions from those of others. ``note`` prints a
-    line for the user."""
+    """``relays`` are their URLs, ``hosts`` says which one each server (by its name) loads from. ``run`` tells this
+    run's versions from those of others. ``note`` prints a line for the user."""
 
     def __init__(
         self,
@@ -57,7 +61,6 @@ class RelayTransport:
         relays: Sequence[str],
         hosts: Mapping[str, str],
         *,
-        address: str,
         keep: int,
         run: str,
         timeout_s: float,
@@ -69,7 +72,6 @@ class RelayTransport:
         self._trainer = trainer
         self._relays = list(relays)
         self._hosts = hosts
-        self._address = address
         self._run = run
         self._timeout_s = timeout_s
         self._silence_s = silence_s
@@ -134,7 +136,7 @@ class RelayTransport:
             news, orders = self.news, self.chain.orders().get(relay)
             message = RelayOrders(run=self._run)
             if orders is not None:
-                message = RelayOrders(run=self._run, source=orders.source, versions=orders.versions)
+                message = RelayOrders(run=self._run, sources=orders.sources, versions=orders.versions)
             if message != given:
                 await connection.send_bytes(msgspec.json.encode(message))
                 given = message
@@ -172,7 +174,7 @@ class RelayTransport:
         metrics = await self._trainer.publish(version, "relay")
         now = asyncio.get_running_loop().time()
         self._observer.counter("weights/stall_s", now, metrics["seconds"])
-        self.chain.announce(version, f"{self._address}:{int(metrics['port'])}")
+        self.chain.announce(version, tuple(self._trainer.outlets))
         self._tell()
 
     async def arrive(self, engines: Sequence[Engine], version: int) -> None:

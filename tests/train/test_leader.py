@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,19 +10,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load
 from torch import Tensor
 
-from asyncrl.config import Recipe, load_table
+from asyncrl.config import Recipe
 from asyncrl.core.manifest import Manifest, TensorInfo
 from asyncrl.train import dump, export
 from asyncrl.train.client import train_request
 from asyncrl.train.leader import Leader
+from asyncrl.train.rank import Offered
 from asyncrl.train.server import Refused
 from asyncrl.train.step import BadBatch, StepBroken
 from asyncrl.train.work import StepRefused
-from asyncrl.weights.link import connect, frame, receive
-from asyncrl.wire import FetchReply, FetchReq, PublishReq
+from asyncrl.wire import PublishReq
 
 from .batches import make_batch
 
@@ -122,23 +120,18 @@ def test_only_the_current_version_is_published(leader: Leader, tmp_path: Path) -
             leader.publish(PublishReq(version=3, transport=transport, path=str(tmp_path / "v3")))
 
 
-async def test_what_relays_take_is_the_gathered_weights_with_their_checksums(leader: Leader, rank: PlayedRank) -> None:
+def test_relays_are_told_where_every_rank_offers_its_share(leader: Leader, rank: PlayedRank) -> None:
+    rank.offer = lambda version: [Offered(address=f"h{n}:{version}") for n in (0, 1)]
     metrics = leader.publish(PublishReq(version=4, transport="relay"))
     assert metrics["bytes"] == 24 and metrics["seconds"] > 0
-    with await connect(f"127.0.0.1:{int(metrics['port'])}") as sock:
-        await asyncio.get_running_loop().sock_sendall(sock, frame(FetchReq(run="", version=4, offset=0)))
-        manifest = (await receive(sock, FetchReply)).manifest
-        file = b""
-        while part := await asyncio.get_running_loop().sock_recv(sock, 2**16):
-            file += part
-    assert manifest is not None and manifest.checksums == dict.fromkeys("abc", 0x3F8000003F800000)
-    assert {name: t.tolist() for name, t in load(file).items()} == {name: [1.0, 1.0] for name in "abc"}
+    assert leader._outlets == ["h0:4", "h1:4"]
 
 
 def test_an_address_that_is_not_the_trainers_is_refused_with_the_key(leader: Leader, rank: PlayedRank) -> None:
-    rank.recipe = load_table({"weights": {"address": "192.0.2.1"}})
-    with pytest.raises(Refused, match=r"cannot listen for relays at 192.0.2.1: .*; set weights.address to where they"):
+    rank.offer = lambda version: [Offered(address="h0:4"), Offered(error="192.0.2.1: not mine")]
+    with pytest.raises(Refused, match=r"relays at 192.0.2.1: not mine; set weights.address to where they reach"):
         leader.publish(PublishReq(version=4, transport="relay"))
+    assert leader._outlets == []
 
 
 def test_an_unknown_transport_is_refused_with_the_known_ones(leader: Leader) -> None:

@@ -39,6 +39,10 @@ class PlayedTrainer:
         self.outlet = Outlet("127.0.0.1")
         self.published: list[int] = []
 
+    @property
+    def outlets(self) -> list[str]:
+        return [f"127.0.0.1:{self.outlet.port}"]
+
     async def publish(self, version: int, transport: str, path: str = "") -> Mapping[str, float]:
         data = tensors(version, self.megabytes)
         infos = tuple(TensorInfo(name=name, shape=tensor.shape, dtype="int32") for name, tensor in data.items())
@@ -48,7 +52,7 @@ class PlayedTrainer:
             memory[place.start : place.end] = data[place.tensor.name].tobytes()
         self.outlet.offer(manifest)
         self.published.append(version)
-        return {"seconds": 0.0, "port": float(self.outlet.port)}
+        return {"seconds": 0.0}
 
     async def unless_ended(self, work: Awaitable[T]) -> T:
         return await work
@@ -116,7 +120,6 @@ class World:
             self.trainer,
             self.urls,
             {server.name: url for server, url in zip(self.servers, self.urls, strict=True)},
-            address="127.0.0.1",
             keep=keep,
             run="test",
             timeout_s=60.0,

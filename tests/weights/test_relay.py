@@ -9,6 +9,7 @@ import random
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from safetensors.numpy import load_file
 
 from asyncrl.core.manifest import Manifest, TensorInfo
 from asyncrl.core.weight_file import lay_out
+from asyncrl.weights import link
 from asyncrl.weights.link import connect, frame, receive
 from asyncrl.weights.outlet import Outlet
 from asyncrl.weights.relay import Relay
@@ -100,7 +102,7 @@ async def test_after_a_broken_connection_it_goes_on_from_the_byte_it_has(tmp_pat
     cut = random.Random(1).randrange(len(file))
     source = Source(manifest, lambda n, offset: file[offset:cut] if n == 0 else file[offset:])
     async with relay(tmp_path, source) as one:
-        one.obey(RelayOrders(run="r", source=source.address, versions=(1,)))
+        one.obey(RelayOrders(run="r", sources=(source.address,), versions=(1,)))
         await until(lambda: one.state().versions == [1])
         check_loads(tmp_path, 1)
         assert [request.offset for request in source.requests] == [0, cut]
@@ -114,7 +116,7 @@ async def test_a_corrupt_tensor_is_refused_and_only_it_comes_again(tmp_path: Pat
     spoilt[place.start + 12345] ^= 4
     source = Source(manifest, lambda n, offset: bytes(spoilt[offset:]) if n == 0 else file[offset:])
     async with relay(tmp_path, source) as one:
-        one.obey(RelayOrders(run="r", source=source.address, versions=(1,)))
+        one.obey(RelayOrders(run="r", sources=(source.address,), versions=(1,)))
         await until(lambda: one.state().versions == [1])
         check_loads(tmp_path, 1)
         assert [request.offset for request in source.requests] == [0, place.start]
@@ -126,7 +128,7 @@ async def test_what_stays_corrupt_never_becomes_visible(tmp_path: Path) -> None:
     spoilt = file[:-1] + bytes([file[-1] ^ 1])
     source = Source(manifest, lambda n, offset: spoilt[offset:])
     async with relay(tmp_path, source) as one:
-        one.obey(RelayOrders(run="r", source=source.address, versions=(1,)))
+        one.obey(RelayOrders(run="r", sources=(source.address,), versions=(1,)))
         await until(lambda: one.state().refused >= 3)
         assert one.state().versions == [] and not list(tmp_path.glob("*/v1"))
 
@@ -147,15 +149,52 @@ async def test_another_source_goes_on_where_the_first_was_at_once(tmp_path: Path
     stuck.run = run  # type: ignore[method-assign]
     other = Source(manifest, lambda n, offset: file[offset:])
     async with relay(tmp_path, stuck, other) as one:
-        one.obey(RelayOrders(run="r", source=stuck.address, versions=(1,)))
+        one.obey(RelayOrders(run="r", sources=(stuck.address,), versions=(1,)))
         await until(lambda: len(stuck.requests) == 1 and one._incoming is not None)
         await asyncio.sleep(0.05)
-        one.obey(RelayOrders(run="r", source=other.address, versions=(1,)))
+        one.obey(RelayOrders(run="r", sources=(other.address,), versions=(1,)))
         await until(lambda: one.state().versions == [1])
         check_loads(tmp_path, 1)
         assert other.requests[0].offset == one.state().received - (len(file) - other.requests[0].offset)
         assert 0 < other.requests[0].offset <= half
         hangs.set()
+
+
+async def test_several_sources_give_their_parts_of_one_version(tmp_path: Path) -> None:
+    """As a trainer's ranks do. With one of them missing nothing ever becomes visible; and from any byte on they give
+    the rest."""
+    rng = random.Random(3)
+    manifest, file = await published(1)
+    size = len(file)
+    cuts = [0, *sorted(rng.sample(range(1, size), 9)), size]
+    spans = [tuple(pairwise(cuts))[n::3] for n in range(3)]
+    outlets = [Outlet("127.0.0.1", spans=part) for part in spans]
+    for outlet, part in zip(outlets, spans, strict=True):
+        _, memory = outlet.begin(manifest)
+        for start, end in part:
+            memory[start:end] = file[start:end]
+        outlet.offer(manifest)
+    addresses = tuple(f"127.0.0.1:{outlet.port}" for outlet in outlets)
+    async with relay(tmp_path) as one:
+        one.obey(RelayOrders(run="r", sources=addresses[:2], versions=(1,)))
+        await until(lambda: one._incoming is not None)
+        assert one.state().versions == [], "a part is missing"
+        one.obey(RelayOrders(run="r", sources=addresses, versions=(1,)))
+        await until(lambda: one.state().versions == [1])
+        check_loads(tmp_path, 1)
+    offset = rng.randrange(size)
+    sockets = [await connect(address) for address in addresses]
+    source = link.Source(sockets)
+    await source.ask(FetchReq(run="r", version=1, offset=offset))
+    assert source.manifest == manifest
+    rest = bytearray(file[:offset]) + bytearray(size - offset)
+    while offset < size:
+        offset += await source.receive_into(offset, memoryview(rest)[offset:])
+    assert rest == file
+    for sock in sockets:
+        sock.close()
+    for outlet in outlets:
+        outlet.close()
 
 
 async def test_orders_may_change_at_any_moment_and_any_number_of_times(tmp_path: Path) -> None:
@@ -166,10 +205,10 @@ async def test_orders_may_change_at_any_moment_and_any_number_of_times(tmp_path:
     async with relay(tmp_path, cut, whole) as one:
         for number in range(200):
             address = rng.choice([cut.address, "127.0.0.1:1", f"127.0.0.1:{one.state().data_port}"])
-            one.obey(RelayOrders(run="r", source=address, versions=(2, 1)[rng.randrange(2) :]))
+            one.obey(RelayOrders(run="r", sources=(address,), versions=(2, 1)[rng.randrange(2) :]))
             if number % 3:
                 await asyncio.sleep(rng.choice([0, 0, 0.001, 0.03]))
-        one.obey(RelayOrders(run="r", source=whole.address, versions=(1,)))
+        one.obey(RelayOrders(run="r", sources=(whole.address,), versions=(1,)))
         await until(lambda: one.state().versions == [1])
         check_loads(tmp_path, 1)
 
@@ -196,9 +235,9 @@ async def test_what_is_begun_is_ended_before_a_newer_version_is_taken(tmp_path: 
 
     source.run = run  # type: ignore[method-assign]
     async with relay(tmp_path, source) as one:
-        one.obey(RelayOrders(run="r", source=source.address, versions=(1,)))
+        one.obey(RelayOrders(run="r", sources=(source.address,), versions=(1,)))
         await until(lambda: one._incoming is not None and one._incoming.received >= CHUNK)
-        one.obey(RelayOrders(run="r", source=source.address, versions=(2, 1)))
+        one.obey(RelayOrders(run="r", sources=(source.address,), versions=(2, 1)))
         gate.set()
         await until(lambda: one.state().versions == [1, 2])
         assert asked == [1, 2]
@@ -208,7 +247,7 @@ async def test_what_another_run_left_is_dropped_before_anything_else(tmp_path: P
     manifest, file = await published(1)
     source = Source(manifest, lambda n, offset: file[offset:])
     async with relay(tmp_path, source) as one:
-        one.obey(RelayOrders(run="r", source=source.address, versions=(1,)))
+        one.obey(RelayOrders(run="r", sources=(source.address,), versions=(1,)))
         await until(lambda: one.state().versions == [1])
         one.obey(RelayOrders(run="other", versions=(1,)))
         assert one.state().versions == [] and not list(tmp_path.glob("*/v1"))
@@ -230,7 +269,7 @@ async def test_it_gives_on_whole_chunks_while_the_rest_is_still_to_come(tmp_path
 
     source.run = run  # type: ignore[method-assign]
     async with relay(tmp_path, source) as one:
-        one.obey(RelayOrders(run="r", source=source.address, versions=(1,)))
+        one.obey(RelayOrders(run="r", sources=(source.address,), versions=(1,)))
         loop = asyncio.get_running_loop()
         with await connect(f"127.0.0.1:{one.state().data_port}") as sock:
             await loop.sock_sendall(sock, frame(FetchReq(run="r", version=1, offset=10)))
@@ -247,7 +286,7 @@ async def test_it_gives_on_whole_chunks_while_the_rest_is_still_to_come(tmp_path
 
 async def test_an_older_version_that_is_not_there_is_answered_at_once(tmp_path: Path) -> None:
     async with relay(tmp_path) as one:
-        one.obey(RelayOrders(run="r", source="", versions=(5, 4)))
+        one.obey(RelayOrders(run="r", versions=(5, 4)))
         with await connect(f"127.0.0.1:{one.state().data_port}") as sock:
             await asyncio.get_running_loop().sock_sendall(sock, frame(FetchReq(run="r", version=4, offset=0)))
             assert (await receive(sock, FetchReply)).manifest is None
