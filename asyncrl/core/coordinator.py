@@ -100,8 +100,6 @@ class Coordinator:
         """The next plan looks whether to repack. It also does so when there is a new version."""
         self._looked_at = -1
         """The newest version at the last look."""
-        self._kv: dict[str, int] = {}
-        """What each server used of its KV cache then."""
 
     def forget(self, instance: str) -> None:
         """The server failed: what it was told has no effect any more. Its next snapshot is taken as it is."""
@@ -206,8 +204,7 @@ class Coordinator:
             return
         self.look, self._looked_at = False, newest
         for load in loads:
-            load.kv_before = self._kv.get(load.name, -1)
-            self._kv[load.name] = load.kv_tokens
+            batches.look(load)
         for source, destination in self._migrate(loads, self.cost, self._limits).moves:
             batches.move(source, destination)
             requests = list(source.requests.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.core.commands import Abort, Interrupt, Pull, Route
+from asyncrl.core.commands import Abort, Command, Interrupt, Pull, Route
 from asyncrl.core.coordinator import Coordinator
 from asyncrl.core.policy.migration import Limits
 from asyncrl.core.policy.own_batch import Batches
@@ -148,6 +148,28 @@ def test_a_plan_routes_so_many_and_the_next_goes_on() -> None:
     c = laminar(slots=8, most=3)
     plan = c.plan(fleet([server("a")], new(1, 2)), anything)
     assert plan == [Route(instance="a", requests=(10, 11, 20))] and c.unfinished
+
+
+def test_a_tail_whose_use_has_risen_since_the_last_look_is_packed_and_a_batch_that_begins_is_not() -> None:
+    c = laminar(migration="repack")
+    c.plan(fleet([server("a"), server("b")], new(1, 2, 3, 4)), anything)
+
+    def look(a: InstanceSnapshot, b: InstanceSnapshot, newest: int = 0) -> list[Command]:
+        c.look = True
+        return c.plan(fleet([a, b], newest=newest), anything)
+
+    many = [begun(g, m, 0, tokens=3000) for g in (2, 4) for m in (0, 1)]
+    full = shown("b", 0, *many, routed=4)
+    assert look(shown("a", 0, *(begun(g, m, 0, tokens=3000) for g in (1, 3) for m in (0, 1)), routed=4), full) == []
+    fell = shown("a", 0, begun(1, 0, 0, tokens=4000), routed=4)
+    risen = shown("a", 0, begun(1, 0, 0, tokens=4500), routed=4)
+    waits = server("b", 0, many, routed=4, waiting=1)
+    assert look(fell, waits) == []
+    tail = shown("b", 0, begun(2, 0, 0, tokens=5000), routed=4)
+    assert look(risen, tail) == [Interrupt(instance="a", requests=(10,)), Route(instance="b", requests=(10,))]
+    c.plan(fleet([shown("a", 0, routed=4, interrupted=1), tail], new(5)), anything)
+    begins = shown("a", 0, begun(5, 0, 0), begun(5, 1, 0), routed=6, interrupted=1)
+    assert look(begins, shown("b", 0, begun(1, 0, 0, tokens=4500), begun(2, 0, 0, tokens=5000), routed=5)) == []
 
 
 def test_a_repack_gives_all_that_a_server_has_to_another_and_frees_it() -> None:

@@ -16,10 +16,10 @@ CAPACITY = 100
 """Of every server, in tokens."""
 
 
-def load(index: int, used: int, requests: int, before: int = CAPACITY, version: int = 0, **fields: object) -> Load:
+def load(index: int, used: int, requests: int, peak: int = CAPACITY, version: int = 0, **fields: object) -> Load:
     known = {"running": requests, "kv_tokens": used, "tokens": used, "max_tokens": CAPACITY}
     made = Load(index, server(f"s{index}", version, **{**known, **fields}), up=True, promised=version)
-    made.kv_before = before
+    made.kv_peak = peak
     return made
 
 
@@ -27,7 +27,7 @@ def printed(replicas: list[Load], c_max: float, b: int) -> list[tuple[int, int]]
     """Algorithm 1, line by line; of equals the first."""
     used = {r.index: r.kv_tokens for r in replicas}
     n_reqs = {r.index: r.running for r in replicas}
-    s_set = [r for r in replicas if r.kv_tokens < min(c_max, r.kv_before) and r.running < b]  # 3
+    s_set = [r for r in replicas if r.kv_tokens < min(c_max, r.kv_peak) and r.running < b]  # 3
     s_set = sorted(s_set, key=lambda r: r.kv_tokens)  # 4
     plan: list[tuple[int, int]] = []  # 5
     emptied: set[int] = set()
@@ -56,8 +56,8 @@ fleets = st.lists(st.tuples(st.integers(0, 110), st.integers(0, 9), st.integers(
 def test_it_is_algorithm_1_but_for_what_the_text_says_and_for_what_would_be_left_behind(
     drawn: list[tuple[int, int, int]], c_max: int, b: int
 ) -> None:
-    loads = [load(i, used, requests, before) for i, (used, requests, before) in enumerate(drawn)]
-    loads = [r for r in loads if r.running and r.kv_tokens != r.kv_before]
+    loads = [load(i, used, requests, peak) for i, (used, requests, peak) in enumerate(drawn)]
+    loads = [r for r in loads if r.running and r.kv_tokens != r.kv_peak]
     limits = Limits(kv_threshold=c_max / CAPACITY, roofline_batch=b)
     moves = [(s.index, d.index) for s, d in MIGRATION["repack"](loads, CostModel(), limits).moves]
     model = printed(loads, limits.kv_threshold * CAPACITY, b)
@@ -71,7 +71,7 @@ def test_it_is_algorithm_1_but_for_what_the_text_says_and_for_what_would_be_left
 def test_what_is_packed_fits_and_no_released_server_gets_anything(
     drawn: list[tuple[int, int, int]], c_max: int, b: int
 ) -> None:
-    loads = [load(i, used, requests, before) for i, (used, requests, before) in enumerate(drawn)]
+    loads = [load(i, used, requests, peak) for i, (used, requests, peak) in enumerate(drawn)]
     candidates = [r for r in loads if ramps_down(r, c_max / CAPACITY, b)]
     moves = best_fit(candidates, c_max / CAPACITY, b)
     sources = [s.index for s, _ in moves]
@@ -97,8 +97,8 @@ def test_only_servers_of_one_version_that_ramp_down_are_packed() -> None:
         load(0, 10, 1),
         load(1, 10, 1, version=1),
         load(2, 99, 1),  # full
-        load(3, 10, 1, before=9),  # it rises
-        load(4, 10, 1, before=-1),  # looked at for the first time
+        load(3, 10, 1, peak=9),  # it rises
+        load(4, 10, 1, peak=-1),  # looked at for the first time
         load(5, 10, 8),  # too many
         load(6, 10, 2),
         load(7, 10, 1, pinned=True),
@@ -112,7 +112,7 @@ def test_only_servers_of_one_version_that_ramp_down_are_packed() -> None:
 
 
 def test_a_server_whose_trajectories_are_with_their_environments_is_packed() -> None:
-    loads = [load(0, 0, 0, before=0), load(1, 20, 1)]
+    loads = [load(0, 0, 0, peak=0), load(1, 20, 1)]
     loads[0].groups = 3
     moves = MIGRATION["repack"](loads, CostModel(), Limits()).moves
     assert [(s.index, d.index) for s, d in moves] == [(0, 1)]

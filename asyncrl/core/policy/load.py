@@ -39,8 +39,8 @@ class Load:
         self.promised = promised
         self.cold = False
         """It pulls first, so it holds no prefixes."""
-        self.kv_before = -1
-        """``kv_tokens`` at the last look for a repack; -1 without one."""
+        self.kv_peak = -1
+        """The largest ``kv_tokens`` of its batch at earlier looks for a repack; -1 at the first."""
         self.groups = 0
         """Unfinished groups of its own batch, where servers have one (core/policy/own_batch.py)."""
         self.needed = False

@@ -38,6 +38,8 @@ class Batches:
         self._version: dict[str, int] = {}
         """What the server had, or was about to have, when it was last seen up."""
         self._failed: set[str] = set()
+        self._kv_peak: dict[str, int] = {}
+        """The most that the server's batch used of its KV cache at any look so far."""
 
     def size(self, servers: int) -> int:
         """Groups of a batch, of so many servers."""
@@ -81,6 +83,7 @@ class Batches:
         self._version[name] = load.promised
         if load.up and not load.running and not groups:
             self._begun[name] = 0
+            self._kv_peak.pop(name, None)
         load.groups = len(groups)
 
     def take(self, group: int, load: Load, *, begins: bool) -> None:
@@ -93,8 +96,14 @@ class Batches:
         if begins:
             self._begun[load.name] = self.begun(load.name) + 1
 
+    def look(self, load: Load) -> None:
+        """A repack looks at the server."""
+        load.kv_peak = self._kv_peak.get(load.name, -1)
+        self._kv_peak[load.name] = max(load.kv_peak, load.kv_tokens)
+
     def move(self, source: Load, destination: Load) -> None:
-        """All that the one server has belongs to the other."""
+        """All that the one server has belongs to the other, which still ramps down."""
+        self._kv_peak[destination.name] += self._kv_peak.pop(source.name)
         for group in self.groups(source.name):
             self.take(group, destination, begins=False)
         source.groups = 0

@@ -5,9 +5,11 @@ long tail of its batch left wastes most of its time, and keeps old weights. Serv
 packed, best fit first, onto as few of them as hold their KV cache and their sequences.
 
 Ramping down shows in the KV cache (§5.2, figure 9): while requests wait for room it stays full, and when the last of
-them runs it begins to fall. Algorithm 1 asks for a use *below* that of the last look; the text for one that does not
-increase. It is the latter here, or a server whose trajectories are all with their environments, and which uses nothing
-at two looks in a row, would never be released.
+them runs it begins to fall, "and we consider the rollout idle from this time on". So a use is compared with the peak of
+the server's batch. Algorithm 1 compares it with the look before. But what the last few sequences use grows with every
+token and falls only when one of them ends: of two looks 5 s apart most would find it risen, and the longer the tail,
+the less of it would be packed. A use equal to the peak counts, as in the text: a server whose trajectories are all with
+their environments uses nothing at any look.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ def ramps_down(load: Load, kv_threshold: float, roofline_batch: int) -> bool:
         and not load.waiting
         and (load.running > 0 or load.groups > 0)
         and load.kv_tokens < kv_threshold * load.max_tokens
-        and load.kv_tokens <= load.kv_before
+        and load.kv_tokens <= load.kv_peak
         and load.running < roofline_batch
     )
 
