@@ -304,6 +304,8 @@ class RelayOrders(msgspec.Struct, kw_only=True, frozen=True):
     run: str
     sources: tuple[str, ...] = ()
     versions: tuple[int, ...] = ()
+    link: str = "tcp"
+    """How bytes come: over the connections to the sources, or by ``nixl``."""
 
 
 class RelayState(msgspec.Struct, kw_only=True, frozen=True):
@@ -329,12 +331,23 @@ class FetchReq(msgspec.Struct, kw_only=True, frozen=True):
     version: int
     offset: int
     token: str = ""
+    link: str = "tcp"
+
+
+class Door(msgspec.Struct, kw_only=True, frozen=True):
+    """Memory that NIXL reads: what its ``agent`` says of itself, and the ``address`` of the file's first byte."""
+
+    agent: bytes
+    address: int
 
 
 class FetchReply(msgspec.Struct, kw_only=True, frozen=True):
     """Before the bytes. Without a ``manifest`` the version is not there, nor on its way, and none follow. ``spans`` are
     the parts of the file (start, end) that this one has, where it does not have all: only they follow, and the
-    checksums are what they add to those of the whole."""
+    checksums are what they add to those of the whole. With a ``door`` the bytes are read through it, and what follows
+    says how many are there (weights/nixl.py). ``error`` is why it cannot give by the link asked for."""
 
     manifest: Manifest | None = None
     spans: tuple[tuple[int, int], ...] = ()
+    door: Door | None = None
+    error: str = ""

@@ -158,6 +158,7 @@ async def train(
                 observer=recorder,
                 note=progress.note,
                 token=token,
+                link=recipe.weights.link,
             )
             services.append(chain.watch)
 

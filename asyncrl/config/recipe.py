@@ -350,6 +350,9 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
     """Versions that each relay keeps in its host's memory, beside the one that arrives."""
     chunk_mb: int = 32
     """What a relay has of a version before it gives it on."""
+    link: Literal["tcp", "nixl"] = "tcp"
+    """How weights travel from the trainer to relays and between them. ``nixl``: by RDMA, where trainer and relays have
+    NIXL (pip install nixl) and a network that does it; elsewhere by UCX's TCP or shared memory."""
 
 
 class RunConfig(Section, frozen=True, kw_only=True):

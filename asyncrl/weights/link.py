@@ -17,12 +17,12 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from asyncrl.core.manifest import Manifest
-from asyncrl.wire import FetchReply, FetchReq
+from asyncrl.wire import Door, FetchReply, FetchReq
 
 T = TypeVar("T")
 
@@ -35,6 +35,34 @@ STRANGER = "it has not the run's token"
 
 class LinkBroken(Exception):
     """The connection ended early, or brought what is not of this protocol."""
+
+
+class LinkMissing(Exception):
+    """This side, or the other, cannot move bytes as the recipe says. One line with the remedy."""
+
+
+class Giver(Protocol):
+    """The bytes of a version, as one connection brings them: the port for other networks than TCP (``nixl.py``)."""
+
+    async def receive_into(self, start: int, view: memoryview) -> int:
+        """At least one byte of the file from ``start`` on, which never goes back. Raises ``LinkBroken`` or
+        ``OSError``."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class TcpGiver:
+    """The bytes follow each other on the connection itself."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    async def receive_into(self, start: int, view: memoryview) -> int:
+        return await receive_into(self._sock, view)
+
+    def close(self) -> None:
+        """Who made the connection closes it."""
 
 
 def frame(message: msgspec.Struct) -> bytes:
@@ -60,35 +88,54 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 class Source:
     """Who gives a version: one that has all of it, or several that have their parts. ``sockets`` are connected to
-    them, and closed by who made them. ``manifest`` is what ``ask`` found, None where one of them has it not."""
+    them, and closed by who made them. ``manifest`` is what ``ask`` found, None where one of them has it not. Use as a
+    context."""
 
     def __init__(self, sockets: Sequence[socket.socket]) -> None:
         self._sockets = sockets
-        self._spans: deque[tuple[int, int, socket.socket]] = deque()
+        self._givers: list[Giver] = []
+        self._spans: deque[tuple[int, int, Giver]] = deque()
         self.manifest: Manifest | None = None
 
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for giver in self._givers:
+            giver.close()
+
     async def ask(self, request: FetchReq) -> None:
-        """Raises ``LinkBroken`` or ``OSError``."""
+        """Raises ``LinkBroken``, ``LinkMissing`` or ``OSError``."""
         for sock in self._sockets:
             await asyncio.get_running_loop().sock_sendall(sock, frame(request))
         replies = [await receive(sock, FetchReply) for sock in self._sockets]
+        for reply in replies:
+            if reply.error:
+                raise LinkMissing(reply.error)
         self.manifest = _joined([reply.manifest for reply in replies])
+        for sock, reply in zip(self._sockets, replies, strict=True):
+            self._givers.append(TcpGiver(sock) if reply.door is None else await _reader(sock, reply.door))
         spans = [
             (start, end, number)
             for number, reply in enumerate(replies)
             for start, end in reply.spans or ((0, sys.maxsize),)
         ]
-        self._spans = deque((start, end, self._sockets[number]) for start, end, number in sorted(spans))
+        self._spans = deque((start, end, self._givers[number]) for start, end, number in sorted(spans))
 
     async def receive_into(self, start: int, view: memoryview) -> int:
-        """At least one byte, those of the file from ``start`` on, which never goes back. Raises ``LinkBroken`` or
-        ``OSError``."""
+        """As a ``Giver``."""
         while self._spans and self._spans[0][1] <= start:
             self._spans.popleft()
         if not self._spans or self._spans[0][0] > start:
             raise LinkBroken(f"nobody gives byte {start}")
-        _, end, sock = self._spans[0]
-        return await receive_into(sock, view[: end - start])
+        _, end, giver = self._spans[0]
+        return await giver.receive_into(start, view[: end - start])
+
+
+async def _reader(sock: socket.socket, door: Door) -> Giver:
+    from asyncrl.weights.nixl import Reader  # imports this module
+
+    return await asyncio.to_thread(Reader, sock, door)
 
 
 def _joined(parts: Sequence[Manifest | None]) -> Manifest | None:
@@ -106,10 +153,10 @@ def _joined(parts: Sequence[Manifest | None]) -> Manifest | None:
 
 async def receive(sock: socket.socket, kind: type[T]) -> T:
     """Raises ``LinkBroken`` or ``OSError``."""
-    return decode(await _exactly(sock, length(await _exactly(sock, 4))), kind)
+    return decode(await exactly(sock, length(await exactly(sock, 4))), kind)
 
 
-async def _exactly(sock: socket.socket, size: int) -> bytes:
+async def exactly(sock: socket.socket, size: int) -> bytes:
     data = bytearray(size)
     got = 0
     while got < size:

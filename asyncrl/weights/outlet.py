@@ -20,7 +20,8 @@ from asyncrl.access import matches
 from asyncrl.checksum import checksum_of_part
 from asyncrl.core.manifest import Manifest
 from asyncrl.core.weight_file import WeightFile, lay_out
-from asyncrl.weights.link import STRANGER, LinkBroken, decode, frame, length
+from asyncrl.weights import nixl
+from asyncrl.weights.link import STRANGER, LinkBroken, LinkMissing, decode, frame, length
 from asyncrl.wire import FetchReply, FetchReq
 
 
@@ -92,6 +93,9 @@ class Outlet:
                     return
                 self._takers.add(taker)
             try:
+                if request.link == "nixl":
+                    self._give_by_nixl(taker)
+                    return
                 taker.sendall(frame(FetchReply(manifest=self._summed(), spans=self._spans)))
                 for start, end in self._spans or ((0, self._layout.size),):
                     offset = max(start, request.offset)
@@ -101,6 +105,20 @@ class Outlet:
                 with self._lock:
                     self._takers.discard(taker)
                     self._lock.notify_all()
+
+    def _give_by_nixl(self, taker: socket.socket) -> None:
+        nixl.stay_local(self._listener.getsockname()[0])
+        try:
+            shown = nixl.Shown(self._memory, self._spans or ((0, self._layout.size),))
+        except LinkMissing as error:
+            taker.sendall(frame(FetchReply(error=str(error))))
+            return
+        try:
+            taker.sendall(frame(FetchReply(manifest=self._summed(), spans=self._spans, door=shown.door)))
+            taker.sendall(self._layout.size.to_bytes(8, "little"))
+            taker.recv(1)  # it closes the connection when it reads no more
+        finally:
+            shown.close()
 
     def _summed(self) -> Manifest:
         """What is offered, with its checksums. Only while a taker is registered, for which ``begin`` waits."""

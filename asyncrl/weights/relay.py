@@ -20,7 +20,8 @@ import msgspec
 from aiohttp import WSMsgType, web
 
 from asyncrl.access import guard, matches
-from asyncrl.weights.link import STRANGER, LinkBroken, Source, connect, frame, receive
+from asyncrl.weights import nixl
+from asyncrl.weights.link import STRANGER, LinkBroken, LinkMissing, Source, connect, frame, receive
 from asyncrl.weights.store import Corrupt, Incoming, NoRoom, Store
 from asyncrl.wire import FetchReply, FetchReq, RelayOrders, RelayState
 
@@ -58,7 +59,7 @@ class Relay:
         self._absent: set[int] = set()
         """Versions that the source does not have."""
         self._unable: tuple[int, str] | None = None
-        """The version for which there is no room, and the line that says so."""
+        """The version that cannot come, as there is no room for it for instance, and the line that says so."""
         self._received = 0
         self._refused = 0
         self._fetching: asyncio.Timeout | None = None
@@ -185,7 +186,7 @@ class Relay:
                         await self._fetch(orders, version)
                 finally:
                     self._fetching = None
-            except NoRoom as error:
+            except (NoRoom, LinkMissing) as error:
                 log.warning("%s", error)
                 self._unable = (version, str(error))
                 self._drop_incoming()
@@ -200,12 +201,16 @@ class Relay:
                     await asyncio.sleep(RETRY_S)
 
     async def _fetch(self, orders: RelayOrders, version: int) -> None:
-        """The rest of a version. Raises ``LinkBroken``, ``OSError``, ``Corrupt`` or ``NoRoom``."""
-        with ExitStack() as connected:
+        """The rest of a version. Raises ``LinkBroken``, ``LinkMissing``, ``OSError``, ``Corrupt`` or ``NoRoom``."""
+        if orders.link == "nixl":
+            nixl.stay_local(self._data.getsockname()[0])
+        with ExitStack() as opened:
             async with asyncio.timeout(CONNECT_S):
-                source = Source([connected.enter_context(await connect(address)) for address in orders.sources])
+                sockets = [opened.enter_context(await connect(address)) for address in orders.sources]
+            source = opened.enter_context(Source(sockets))
             offset = 0 if self._incoming is None else self._incoming.received
-            await source.ask(FetchReq(run=orders.run, version=version, offset=offset, token=self._token))
+            request = FetchReq(run=orders.run, version=version, offset=offset, token=self._token, link=orders.link)
+            await source.ask(request)
             manifest = source.manifest
             if manifest is None:
                 self._absent.add(version)
@@ -253,20 +258,43 @@ class Relay:
             if not matches(request.token, self._token):
                 raise LinkBroken(STRANGER)
             version = await self._found(request, sock)
-            manifest = None if version is None else version.manifest
-            await loop.sock_sendall(sock, frame(FetchReply(manifest=manifest)))
             if version is None:
-                return
-            offset = request.offset
-            with version.open() as file:
-                while offset < version.size:
-                    while (end := self._given(version)) <= offset:
-                        if not self._has(version):
-                            return
-                        await self._news.wait()
-                    offset += await loop.sock_sendfile(sock, file, offset, end - offset)
+                await loop.sock_sendall(sock, frame(FetchReply()))
+            elif request.link == "nixl":
+                await self._give_by_nixl(sock, request.offset, version)
+            else:
+                await loop.sock_sendall(sock, frame(FetchReply(manifest=version.manifest)))
+                offset = request.offset
+                with version.open() as file:
+                    while (end := await self._more(version, offset)) > offset:
+                        offset += await loop.sock_sendfile(sock, file, offset, end - offset)
         except (LinkBroken, OSError) as error:
             log.info("one that took from here has gone: %s", error)
+
+    async def _give_by_nixl(self, sock: socket.socket, offset: int, version: Incoming) -> None:
+        loop = asyncio.get_running_loop()
+        nixl.stay_local(self._data.getsockname()[0])
+        try:
+            shown = await asyncio.to_thread(nixl.Shown, version.map(), [(0, version.size)])
+        except LinkMissing as error:
+            await loop.sock_sendall(sock, frame(FetchReply(error=str(error))))
+            return
+        try:
+            await loop.sock_sendall(sock, frame(FetchReply(manifest=version.manifest, door=shown.door)))
+            while (end := await self._more(version, offset)) > offset:
+                await loop.sock_sendall(sock, end.to_bytes(8, "little"))
+                offset = end
+            sock.shutdown(socket.SHUT_WR)
+            await loop.sock_recv(sock, 1)  # it closes the connection when it reads no more
+        finally:
+            shown.close()
+
+    async def _more(self, version: Incoming, start: int) -> int:
+        """Up to where it may be given on from ``start``, as soon as that is more; ``start`` when there will be no more:
+        it has ended, or was dropped."""
+        while (end := self._given(version)) <= start < version.size and self._has(version):
+            await self._news.wait()
+        return max(start, end)
 
     async def _found(self, request: FetchReq, sock: socket.socket) -> Incoming | None:
         """The version, as soon as the first of it is here; None if it will not come, or not before newer ones. Orders

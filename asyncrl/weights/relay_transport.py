@@ -53,7 +53,7 @@ class Publisher(Protocol):
 
 class RelayTransport:
     """``relays`` are their URLs, ``hosts`` says which one each server (by its name) loads from. ``run`` tells this
-    run's versions from those of others. ``note`` prints a line for the user."""
+    run's versions from those of others, ``link`` says how bytes travel. ``note`` prints a line for the user."""
 
     def __init__(
         self,
@@ -68,11 +68,13 @@ class RelayTransport:
         note: Callable[[str], None],
         silence_s: float = SILENCE_S,
         token: str = "",
+        link: str = "tcp",
     ) -> None:
         self._trainer = trainer
         self._relays = list(relays)
         self._hosts = hosts
         self._run = run
+        self._link = link
         self._timeout_s = timeout_s
         self._silence_s = silence_s
         self._observer = observer
@@ -136,7 +138,7 @@ class RelayTransport:
             news, orders = self.news, self.chain.orders().get(relay)
             message = RelayOrders(run=self._run)
             if orders is not None:
-                message = RelayOrders(run=self._run, sources=orders.sources, versions=orders.versions)
+                message = RelayOrders(run=self._run, sources=orders.sources, versions=orders.versions, link=self._link)
             if message != given:
                 await connection.send_bytes(msgspec.json.encode(message))
                 given = message

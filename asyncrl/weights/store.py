@@ -11,6 +11,7 @@ so whatever unlocked folder is beside it under the same prefix is a dead relay's
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import shutil
 from contextlib import suppress
@@ -58,6 +59,7 @@ class Incoming:
         try:
             folder.mkdir()
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            os.truncate(self._file, self.size)  # others may map it before it is full
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise self._no_room(error.strerror) from None
@@ -105,6 +107,10 @@ class Incoming:
     def open(self) -> BinaryIO:
         """To read what is there, and what comes; it stays readable when the version is dropped."""
         return os.fdopen(os.dup(self._file), "rb")
+
+    def map(self) -> mmap.mmap:
+        """The same, as memory that others may read by RDMA."""
+        return mmap.mmap(self._file, self.size)
 
     def close(self) -> None:
         os.close(self._file)

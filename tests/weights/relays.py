@@ -105,6 +105,7 @@ class World:
         keep: int = 2,
         max_mb_s: int = 0,
         silence_s: float = 10.0,
+        link: str = "tcp",
     ) -> None:
         self.memory = memory
         self.chunk_mb = chunk_mb
@@ -126,6 +127,7 @@ class World:
             observer=cast(Observer, self.seen),
             note=self.notes.append,
             silence_s=silence_s,
+            link=link,
         )
 
     def engines(self, *indices: int) -> Sequence[Engine]:
