@@ -1,5 +1,5 @@
-"""Weights through NIXL, where it is installed (pip install nixl): over shared memory or TCP here, by the calls that RDMA
-takes. And what is said where it is not."""
+"""Weights through NIXL, where it is installed (pip install nixl): here over shared memory or TCP, by the calls that
+RDMA takes. And what is said where it is not."""
 
 from __future__ import annotations
 
