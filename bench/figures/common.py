@@ -2,14 +2,17 @@
 
 A script is a module docstring, a ``measure(quick)`` that returns its points, and a ``draw(points)`` that plots them:
 
-    python bench/figures/SCRIPT.py [--quick] [--json FILE] [--plot FILE] [--jobs N]
+    python bench/figures/SCRIPT.py [--quick] [--json FILE] [--plot FILE] [--jobs N] [--cache FOLDER]
 
 ``--json`` writes a list of {figure, point, paper, ours, assumption}; ``paper`` is null where the paper prints none.
+With ``--cache`` a script that was cut off goes on: the runs that it keeps lie in that folder, by their recipes. Delete
+them when the code has changed.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import multiprocessing
 import os
@@ -17,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,8 +28,9 @@ import msgspec
 from matplotlib.figure import Figure
 
 from asyncrl.build.simulate import play
-from asyncrl.config import Recipe, load_table
+from asyncrl.config import Recipe, dumps, load_table
 from asyncrl.env import Env
+from asyncrl.observe.run_dir import write_atomic
 from asyncrl.observe.summary import Summary
 from asyncrl.observe.tally import Tally
 from asyncrl.ports import StepMetrics
@@ -107,6 +112,7 @@ def merge(*tables: dict[str, Any]) -> dict[str, Any]:
 
 
 JOBS = len(os.sched_getaffinity(0))
+CACHE: Path | None = None
 
 
 def simulate_all(tables: Sequence[dict[str, Any]]) -> list[Result]:
@@ -123,6 +129,24 @@ def each(function: Callable[[Recipe], T], tables: Sequence[dict[str, Any]]) -> l
         return list(pool.map(function, recipes))
 
 
+def each_kept(function: Callable[[Recipe], T], tables: Sequence[dict[str, Any]], kind: type[T]) -> list[T]:
+    """``each``, of results of a ``kind`` that msgspec can write, kept in the cache as they come."""
+    return each(partial(kept, function, kind, CACHE), tables)
+
+
+def kept(function: Callable[[Recipe], T], kind: type[T], folder: Path | None, recipe: Recipe) -> T:
+    """``function`` of the recipe, or what it gave the last time; ``folder`` None: nothing is kept."""
+    if folder is None:
+        return function(recipe)
+    file = folder / f"{hashlib.sha256(dumps(recipe)).hexdigest()[:16]}.json"
+    if file.exists():
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    result = function(recipe)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, msgspec.json.encode(result))
+    return result
+
+
 def main(
     name: str,
     measure: Callable[[bool], list[P]],
@@ -136,8 +160,9 @@ def main(
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", default=Path(__file__).parent / "plots" / f"{name}.png")
     parser.add_argument("--jobs", type=int, default=JOBS, help="processes")
+    parser.add_argument("--cache", type=Path, metavar="FOLDER")
     args = parser.parse_args()
-    globals()["JOBS"] = max(1, args.jobs)
+    globals().update(JOBS=max(1, args.jobs), CACHE=args.cache)
     began = time.perf_counter()
     points = measure(args.quick)
     _table(points)

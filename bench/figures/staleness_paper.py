@@ -76,6 +76,7 @@ def table(
         train_s = rho * batch * lengths.expected * STEP_S / concurrency
     forever = 1e9
     return {
+        "preset": "roll-flash",
         "rollout": {
             "batch_groups": batch // group_size,
             "group_size": group_size,

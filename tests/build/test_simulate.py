@@ -44,6 +44,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"preset": "sync"},
     {"preset": "one-step"},
     {"preset": "roll-flash"},
+    {"preset": "asyncrl", "trainer": {"micro_batch_tokens": 500}},
     {"preset": "roll-flash", "staleness": {"bound": 2.5}, "sim": {"env": {"success": 0.5, "spread": 0.6}},
      "rollout": {"filter_zero_variance": True, "max_additional_running_prompts": 2},
      "trainer": {"stream": True, "micro_batch_tokens": 500}},

@@ -53,6 +53,15 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "update": {"running": "drain", "overlap": True, "synchronization": "when_empty"},
         "engine": {"routing": "own_batch", "migration": "repack", "fit_cost": False},
     },
+    # Ours: ROLL Flash's columns, and a trainer that begins with what is certain of its batch while the
+    # rest is generated. Under a bound, servers wait for the longest episodes of a batch, and training waits for them
+    # too: what of it is done before they end is won (bench/figures/presets.py).
+    "asyncrl": {
+        "staleness": {"control": "inflight_cap", "bound": 1.0},
+        "update": {"running": "interrupt"},
+        "engine": {"routing": "prefix_affine"},
+        "trainer": {"stream": True},
+    },
     # The staleness paper: servers never wait, weights come in flight, and a full queue drops its oldest group; a queue
     # of one batch is what it recommends.
     "queue-drop": {
