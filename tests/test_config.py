@@ -250,7 +250,7 @@ def test_an_impossible_combination_names_both_sides(table: dict[str, Any], key: 
     ("table", "message"),
     [
         ({"staleness": {"bound": 1.5}}, "staleness.bound = 1.5: η of staleness buffers is a whole number"),
-        ({"update": {"running": "drain"}}, 'engine.routing = waterfall: set it to "own_batch" for'),
+        ({"update": {"running": "drain"}}, 'engine.routing = waterfall: set it to "own_batch" or'),
         ({"staleness": {"control": "inherent"}}, "update.running = interrupt: with staleness.control"),
         ({"update": {"synchronization": "when_empty"}}, "update.synchronization = when_empty: goes with"),
         ({"engine": {"migration": "repack"}}, "engine.migration = repack: goes with"),
@@ -282,8 +282,8 @@ def test_what_no_coordinator_can_do_and_what_only_one_can_is_one_line(table: dic
         ({"update": {"running": "interrupt"}}, "update.running = interrupt: with staleness.control"),
         ({"update": {"synchronization": "selective"}}, "update.synchronization = selective: set it to"),
         ({"engine": {"routing": "least_loaded"}}, "engine.routing = least_loaded: set it to"),
-        ({"engine": {"migration": "throughput"}}, "engine.migration = throughput: it would move trajectories"),
-        ({"engine": {"repack_s": 0.0}}, "engine.repack_s = 0.0: must be more than 0"),
+        ({"engine": {"migration": "throughput"}}, "engine.migration = throughput: does not go with"),
+        ({"engine": {"rebalance_s": 0.0}}, "engine.rebalance_s = 0.0: must be more than 0"),
         ({"engine": {"kv_threshold": 1.5}}, "engine.kv_threshold = 1.5: is a share, at most 1"),
         ({"engine": {"roofline_batch": 0}}, "engine.roofline_batch = 0: must be at least 1"),
         ({"rollout": {"max_additional_running_prompts": 2}}, "rollout.max_additional_running_prompts = 2: has no"),
@@ -303,6 +303,35 @@ def test_laminar_takes_a_bound_from_staleness_buffers_and_may_leave_trajectories
         {"preset": "laminar", "staleness": {"control": "buffers", "bound": 4}, "engine": {"migration": "none"}}
     )
     assert bounded.one_version and bounded.staleness.limit == 4
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"staleness": {"bound": 1.5}}, "staleness.bound = 1.5: τ of a sliding window is a whole number"),
+        ({"update": {"running": "interrupt"}}, 'update.running = interrupt: with staleness.control = "window" set it'),
+        ({"update": {"synchronization": "all"}}, "update.synchronization = all: set it to"),
+        ({"engine": {"migration": "repack"}}, 'engine.migration = repack: does not go with engine.routing = "newest'),
+        ({"rollout": {"max_additional_running_prompts": 2}}, "rollout.max_additional_running_prompts = 2: would be"),
+        ({"rollout": {"group_size_redundancy": 1}}, "rollout.group_size_redundancy = 1: would be surplus"),
+        ({"staleness": {"adaptive": {"target": 1.0}}}, "staleness.adaptive.target = 1.0: needs a control"),
+        ({"staleness": {"control": "queue_drop"}}, "engine.routing = newest_first: is the coordinator's; set"),
+    ],
+)
+def test_what_does_not_go_with_several_versions_side_by_side_is_one_line(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        load_table({"preset": "dora", **table})
+    assert line(error).startswith(message)
+
+
+def test_dora_s_columns_and_laminar_s_controls_go_together() -> None:
+    plain = load_table({"preset": "dora"})
+    assert plain.one_version and plain.overlaps_update and plain.staleness.limit == 2
+    for control, limit in (("buffers", 3), ("inherent", None), ("window", 3)):
+        recipe = load_table({"preset": "dora", "staleness": {"control": control, "bound": 3}})
+        assert recipe.one_version and recipe.staleness.limit == limit
+    own_batches = load_table({"preset": "laminar", "staleness": {"control": "window"}})
+    assert own_batches.one_version and own_batches.staleness.limit == 1
 
 
 @pytest.mark.parametrize("migration", ["none", "throughput"])

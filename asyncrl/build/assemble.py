@@ -21,7 +21,8 @@ from asyncrl.core.journal import NOTHING, Noted, Saved
 from asyncrl.core.policy.migration import Limits
 from asyncrl.core.policy.own_batch import Batches
 from asyncrl.core.policy.routing import ROUTING
-from asyncrl.core.staleness import make_control
+from asyncrl.core.policy.streaming import Versions
+from asyncrl.core.staleness import StalenessControl, make_control
 from asyncrl.core.staleness.buffers import StalenessBuffers
 from asyncrl.core.staleness.inflight_cap import InflightCap
 from asyncrl.core.types import Batch, Task
@@ -204,9 +205,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
                     kv_threshold=recipe.engine.kv_threshold,
                     roofline_batch=recipe.engine.roofline_batch,
                 ),
-                batches=Batches(slots=rollout.num_envs, members=rollout.group_size + rollout.group_size_redundancy)
-                if recipe.engine.routing == "own_batch"
-                else None,
+                one_version=_one_version(recipe, control),
             ),
             proxy=proxy,
             parameters=pulled,
@@ -214,7 +213,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
             control=control,
             observer=world.observer,
             stream_interval=recipe.engine.stream_interval if recipe.engine.fit_cost else 0,
-            look_s=recipe.engine.repack_s if recipe.engine.migration == "repack" else 0.0,
+            look_s=recipe.engine.rebalance_s if recipe.engine.migration in ("repack", "repartition") else 0.0,
         )
         parameters, services = pulled, [coordination.run]
     else:
@@ -336,6 +335,18 @@ def _check_unchanged(recipe: Recipe, saved: Saved) -> None:
             raise RecipeError(
                 f"{key} = {value}: the run that is to go on was begun with {before}; set it back, or begin a new run"
             )
+
+
+def _one_version(recipe: Recipe, control: StalenessControl) -> Batches | Versions | None:
+    """The books of servers that keep each trajectory to one version."""
+    rollout = recipe.rollout
+    match recipe.engine.routing:
+        case "own_batch":
+            return Batches(slots=rollout.num_envs, members=rollout.group_size + rollout.group_size_redundancy)
+        case "newest_first":
+            return Versions(control)
+        case _:
+            return None
 
 
 def _player(recipe: Recipe, world: World, played: Played, proxy: LLMProxy, template: ChatTemplate) -> Player:

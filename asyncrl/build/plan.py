@@ -205,6 +205,7 @@ def report(recipe: Recipe, system: System, work: Workload) -> Iterator[str]:
     control = {
         "inflight_cap": f"in-flight cap, α = {system.bound:g}",
         "buffers": f"staleness buffers, η = {system.bound:g}, taken as a cap",
+        "window": f"sliding window, τ = {system.bound:g}, taken as a cap",
         "inherent": f"inherent staleness, taken as a queue of {system.queue:g} batches",
         "queue_drop": f"queue-drop, {system.queue:g} batches",
         "queue_max": f"queue-max, at most {math.floor(system.bound)}",

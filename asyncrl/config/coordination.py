@@ -7,20 +7,24 @@ import math
 from asyncrl.config.base import require
 from asyncrl.config.recipe import Recipe
 
-COORDINATOR = 'is the coordinator\'s; set staleness.control = "buffers" or "inherent"'
+COORDINATOR = 'is the coordinator\'s; set staleness.control = "buffers", "window" or "inherent"'
+MIGRATION = {"own_batch": "repack", "newest_first": "repartition"}
+"""How trajectories move where each is one version's, by how they are routed."""
 
 
 def check_coordination(recipe: Recipe) -> None:
     """Raises ``RecipeError`` for columns that exclude each other."""
     engine, update, staleness = recipe.engine, recipe.update, recipe.staleness
     if not recipe.coordinated:
-        require(engine.routing not in ("waterfall", "own_batch"), "engine.routing", engine.routing, COORDINATOR)
+        coordinators = ("waterfall", *MIGRATION)
+        require(engine.routing not in coordinators, "engine.routing", engine.routing, COORDINATOR)
         require(engine.migration == "none", "engine.migration", engine.migration, COORDINATOR)
         require(update.synchronization == "all", "update.synchronization", update.synchronization, COORDINATOR)
         return
-    if staleness.control == "buffers":
-        bound = staleness.bound
-        require(bound == math.floor(bound), "staleness.bound", bound, "η of staleness buffers is a whole number")
+    symbols = {"buffers": "η of staleness buffers", "window": "τ of a sliding window"}
+    if staleness.control in symbols:
+        bound, whole = staleness.bound, f"{symbols[staleness.control]} is a whole number"
+        require(bound == math.floor(bound), "staleness.bound", bound, whole)
     require(
         update.overlap,
         "update.overlap",
@@ -35,51 +39,60 @@ def check_coordination(recipe: Recipe) -> None:
         engine.phi_throughput,
         "is how many times as fast, more than 1",
     )
-    for key in ("repack_s", "kv_threshold"):
+    for key in ("rebalance_s", "kv_threshold"):
         value = getattr(engine, key)
         require(math.isfinite(value) and value > 0, f"engine.{key}", value, "must be more than 0")
     require(engine.kv_threshold <= 1, "engine.kv_threshold", engine.kv_threshold, "is a share, at most 1")
     require(engine.roofline_batch >= 1, "engine.roofline_batch", engine.roofline_batch, "must be at least 1")
     if recipe.one_version:
-        _check_own_batches(recipe)
+        _check_one_version(recipe)
     else:
         _check_shared(recipe)
 
 
 def _check_shared(recipe: Recipe) -> None:
     """Requests are cut and go on with newer weights."""
+    engine, update, control = recipe.engine, recipe.update, recipe.staleness.control
     drain = 'goes with update.running = "drain"; set that, or another'
     require(
-        recipe.staleness.control == "buffers",
+        control == "buffers",
         "update.running",
-        recipe.update.running,
-        'with staleness.control = "inherent" set it to "drain"',
+        update.running,
+        f'with staleness.control = "{control}" set it to "drain"',
     )
-    require(recipe.engine.routing != "own_batch", "engine.routing", "own_batch", drain)
-    require(recipe.update.synchronization != "when_empty", "update.synchronization", "when_empty", drain)
-    require(recipe.engine.migration != "repack", "engine.migration", "repack", drain)
+    require(engine.routing not in MIGRATION, "engine.routing", engine.routing, drain)
+    require(update.synchronization != "when_empty", "update.synchronization", "when_empty", drain)
+    require(engine.migration not in MIGRATION.values(), "engine.migration", engine.migration, drain)
 
 
-def _check_own_batches(recipe: Recipe) -> None:
-    """A trajectory is one version's: a server ends what it has begun before it takes new weights."""
+def _check_one_version(recipe: Recipe) -> None:
+    """A trajectory is one version's: a server ends what it has begun, or gives it to another of its version, before it
+    takes new weights."""
     engine, update, rollout = recipe.engine, recipe.update, recipe.rollout
     why = 'for update.running = "drain" with a coordinator'
-    require(engine.routing == "own_batch", "engine.routing", engine.routing, f'set it to "own_batch" {why}')
+    require(
+        engine.routing in MIGRATION, "engine.routing", engine.routing, f'set it to "own_batch" or "newest_first" {why}'
+    )
     require(
         update.synchronization == "when_empty",
         "update.synchronization",
         update.synchronization,
         f'set it to "when_empty" {why}',
     )
+    its = MIGRATION[engine.routing]
     require(
-        engine.migration in ("none", "repack"),
+        engine.migration in ("none", its),
         "engine.migration",
         engine.migration,
-        f'it would move trajectories to other versions; set it to "repack" or "none" {why}',
+        f'does not go with engine.routing = "{engine.routing}"; set it to "{its}" or "none"',
     )
-    require(
-        recipe.staleness.control == "buffers" or not rollout.max_additional_running_prompts,
-        "rollout.max_additional_running_prompts",
-        rollout.max_additional_running_prompts,
-        'has no meaning with staleness.control = "inherent", where rollout.num_envs says how much runs',
-    )
+    redundant = rollout.max_additional_running_prompts
+    match recipe.staleness.control:
+        case "inherent":
+            no_meaning = 'has no meaning with staleness.control = "inherent", where rollout.num_envs says how much runs'
+            require(not redundant, "rollout.max_additional_running_prompts", redundant, no_meaning)
+        case "window":
+            trained = 'would be surplus, and staleness.control = "window" abandons nothing; leave it out'
+            require(not redundant, "rollout.max_additional_running_prompts", redundant, trained)
+            members = rollout.group_size_redundancy
+            require(not members, "rollout.group_size_redundancy", members, trained)

@@ -156,16 +156,17 @@ class AdaptiveConfig(Section, frozen=True, kw_only=True):
 
 
 class StalenessConfig(Section, frozen=True, kw_only=True):
-    control: Literal["inflight_cap", "buffers", "inherent", "queue_drop", "queue_max"] = "inflight_cap"
+    control: Literal["inflight_cap", "buffers", "window", "inherent", "queue_drop", "queue_max"] = "inflight_cap"
     """``inflight_cap`` starts only what can be trained in time and wastes nothing; so do StaleFlow's ``buffers``, with
     which a coordinator decides where each request runs and when each server takes new weights. So it does with
+    ``window`` (DORA §4.2), where groups start on any of the last versions and none is surplus; and with
     ``inherent`` (Laminar §6), which has no bound: groups are trained in the order in which they ended, and none starts
     while the buffer is full. With ``queue_drop`` and ``queue_max`` (Applied Compute) the servers never wait, and what
     the trainer is too slow for is dropped."""
     bound: float = 1.0
     """α (ROLL Flash §4.3): how many versions older than the one being trained a sample's start may be. η of ``buffers``
-    (StaleFlow §4), a whole number. ``queue_max`` discards what is older; ``queue_drop`` and ``inherent`` have no
-    bound."""
+    (StaleFlow §4) and τ of ``window`` are whole numbers. ``queue_max`` discards what is older; ``queue_drop`` and
+    ``inherent`` have no bound."""
     queue: float = 1.0
     """Capacity of ``queue_drop``'s queue and of ``inherent``'s buffer, in batches."""
     adaptive: AdaptiveConfig = AdaptiveConfig()
@@ -177,17 +178,17 @@ class StalenessConfig(Section, frozen=True, kw_only=True):
         match self.control:
             case "inflight_cap":
                 return math.ceil(bound)
-            case "queue_max" | "buffers":
+            case "queue_max" | "buffers" | "window":
                 return math.floor(bound)
             case "queue_drop" | "inherent":
                 return None
 
     @property
     def family(self) -> Literal["inflight_cap", "queue_drop", "queue_max"]:
-        """As which the closed forms take it: buffers keep at most (1 + η) batches in flight, as a cap does. With
-        ``inherent`` the slots decide what is in flight, as with a queue."""
+        """As which the closed forms take it: buffers and a window keep at most (1 + bound) batches in flight, as a cap
+        does. With ``inherent`` the slots decide what is in flight, as with a queue."""
         match self.control:
-            case "buffers":
+            case "buffers" | "window":
                 return "inflight_cap"
             case "inherent":
                 return "queue_drop"
@@ -202,11 +203,11 @@ class UpdateConfig(Section, frozen=True, kw_only=True):
     overlap: bool = True
     """The next train step begins when the new weights are gathered, while the servers take them (StaleFlow figure 21).
     Where groups of an older version may be trained: ``inflight_cap`` with a ``staleness.bound`` above 0. With
-    ``buffers`` and ``inherent`` it is always so."""
+    a coordinator it is always so."""
     synchronization: Literal["all", "selective", "when_empty"] = "all"
     """With a coordinator, which servers pull new weights (StaleFlow §5.3): each at once, or only those that may serve
-    nothing of what waits and would get some of it with new weights. ``when_empty`` (Laminar §3.1): each when its batch
-    has ended; for ``update.running = "drain"``."""
+    nothing of what waits and would get some of it with new weights. ``when_empty`` (Laminar §3.1): each when what it
+    has begun has ended or gone to others; for ``update.running = "drain"``."""
 
 
 class EngineConfig(Section, frozen=True, kw_only=True):
@@ -233,23 +234,28 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     """KV cache of each server, in tokens."""
     stream_interval: int = 64
     """Tokens between two chunks of a stream: what a dying server can cost."""
-    routing: Literal["least_loaded", "prefix_affine", "round_robin", "waterfall", "own_batch"] = "least_loaded"
+    routing: Literal["least_loaded", "prefix_affine", "round_robin", "waterfall", "own_batch", "newest_first"] = (
+        "least_loaded"
+    )
     """``waterfall`` (StaleFlow §5.3), for a coordinator: the server that gains most by the request, of the oldest
     version on which it gains enough. ``own_batch`` (Laminar §3.1), for ``update.running = "drain"``: each server begins
-    a batch, its share of ``rollout.num_envs``, when the one before has ended."""
+    a batch, its share of ``rollout.num_envs``, when the one before has ended. So is ``newest_first`` (DORA §4.3): new
+    groups go to the newest version, to older ones only where slots are idle."""
     mu: float = 0.8
     """μ of ``waterfall``: what the best server of all versions would gain, times this, is enough."""
-    migration: Literal["none", "throughput", "repack"] = "none"
+    migration: Literal["none", "throughput", "repack", "repartition"] = "none"
     """With a coordinator, whether running requests leave their server for others (StaleFlow §5.3): those that wait
     inside it, beyond ``phi_wait``, and some of the slowest server's where a sequence decodes ``phi_throughput`` times
-    as fast on the fastest. ``repack`` (Laminar §5), for ``update.running = "drain"``: what servers have left is packed
-    onto few of their version, and the others begin anew."""
+    as fast on the fastest. ``repack`` (Laminar §5), for ``own_batch``: what servers have left is packed onto few of
+    their version, and the others begin anew. ``repartition`` (DORA §4.3), for ``newest_first``: older versions keep
+    servers in proportion to their work, and those that they give up take the newest weights."""
     phi_wait: int = 3
     phi_throughput: float = 1.1
-    repack_s: float = 5.0
-    """Seconds between two looks at whether to ``repack``; each new version is another reason to look."""
+    rebalance_s: float = 5.0
+    """Seconds between two looks at whether to ``repack`` or ``repartition``; each new version is another reason."""
     kv_threshold: float = 0.99
-    """C_max of ``repack``: the share of its KV cache below which a server has nothing to wait for room."""
+    """C_max of ``repack``: the share of its KV cache below which a server has nothing to wait for room. Above it
+    ``repartition`` moves requests to other servers of their version."""
     roofline_batch: int = 64
     """B of ``repack``: sequences that a server decodes in hardly more time than a few, as memory bounds it."""
     fit_cost: bool = True
@@ -419,7 +425,7 @@ class Recipe(Section, frozen=True, kw_only=True):
     @property
     def coordinated(self) -> bool:
         """Whether a coordinator routes requests and has each server take new weights by itself."""
-        return self.staleness.control in ("buffers", "inherent")
+        return self.staleness.control in ("buffers", "window", "inherent")
 
     @property
     def one_version(self) -> bool:

@@ -38,9 +38,10 @@ from asyncrl.core.commands import Abort, Command, Interrupt, Pull, Route
 from asyncrl.core.cost_model import CostModel
 from asyncrl.core.policy.load import Admission, Load, Queue
 from asyncrl.core.policy.migration import MIGRATION, Limits
-from asyncrl.core.policy.own_batch import Batches, OwnBatch
+from asyncrl.core.policy.own_batch import Batches
 from asyncrl.core.policy.router import EachByItself, MakeRouter, route
 from asyncrl.core.policy.routing import ROUTING, RequestView
+from asyncrl.core.policy.streaming import Versions
 from asyncrl.core.policy.synchronization import SYNCHRONIZATION
 from asyncrl.core.policy.waterfall import Waterfall, gain_of
 from asyncrl.core.snapshot import FleetSnapshot, InstanceSnapshot
@@ -66,10 +67,13 @@ class _Expected:
 
 
 class Coordinator:
-    """``routing``, ``synchronization`` and ``migration`` are names in ``ROUTERS``, ``SYNCHRONIZATION`` and
-    ``MIGRATION``; StaleFlow's and the vanilla ones go together in any way, and so do Laminar's ``own_batch`` and
-    ``when_empty`` with ``repack`` or none. ``cost`` may be replaced at any time by one that was fitted since. ``most``
-    is the number of waiting requests that a plan looks at, or routes. ``batches`` are those of ``own_batch``."""
+    """``routing``, ``synchronization`` and ``migration`` are names in ``ROUTING``, ``SYNCHRONIZATION`` and
+    ``MIGRATION``, or ``waterfall``; they go together in any way. ``cost`` may be replaced at any time by one that was
+    fitted since. ``most`` is the number of waiting requests that a plan looks at, or routes.
+
+    Where each trajectory is one version's, ``one_version`` has the books of that, and says how requests are routed, and
+    how they move unless ``migration`` is ``none``: Laminar's ``Batches`` or DORA's ``Versions``. Servers pull
+    ``when_empty`` then."""
 
     def __init__(
         self,
@@ -81,23 +85,24 @@ class Coordinator:
         mu: float = 0.8,
         limits: Limits | None = None,
         most: int = 128,
-        batches: Batches | None = None,
+        one_version: Batches | Versions | None = None,
     ) -> None:
         self._routing = routing
         self._synchronize = SYNCHRONIZATION[synchronization]
-        self._migrate = MIGRATION[migration]
+        self._migrate = MIGRATION["none" if one_version else migration]
+        self._rebalances = migration != "none"
         self.cost = cost
         self._mu = mu
         self._limits = limits or Limits()
         self._most = most
-        self._batches = batches
+        self._books = one_version
         self._expected: dict[str, _Expected] = {}
         self._cut_at: dict[str, int] = {}
         """What a server had generated when requests that waited inside it were cut last."""
         self.unfinished = False
         """The last plan stopped at its limit: plan again soon, though nothing else happens."""
         self.look = False
-        """The next plan looks whether to repack. It also does so when there is a new version."""
+        """The next plan looks whether to repack or repartition. It also does so when there is a new version."""
         self._looked_at = -1
         """The newest version at the last look."""
 
@@ -107,8 +112,8 @@ class Coordinator:
 
     def rests(self, group: int) -> None:
         """No trajectory of the group is under way: it has ended, or what failed of it begins anew later."""
-        if self._batches is not None:
-            self._batches.left(group)
+        if self._books is not None:
+            self._books.left(group)
 
     def plan(self, snapshot: FleetSnapshot, room: Callable[[int], int]) -> list[Command]:
         """What to do now; nothing, if all is well. ``room(version)`` says how many groups without V_traj may start on a
@@ -120,17 +125,17 @@ class Coordinator:
         if snapshot.suspended:
             return []
         loads = [self._load(index, instance) for index, instance in enumerate(snapshot.instances)]
-        if self._batches is not None:
-            self._batches.see(loads, snapshot.waiting_requests)
-        queue, admission = Queue(snapshot.waiting_requests, None if self._batches else self._most), Admission(room)
+        if self._books is not None:
+            self._books.see(loads, snapshot.waiting_requests)
+        queue, admission = Queue(snapshot.waiting_requests, None if self._books else self._most), Admission(room)
         router = self._router(snapshot)
         commands = _Commands()
         for load in self._synchronize(loads, snapshot.newest, queue, admission, router):
             commands.pull(load)
             queue.add(load.requests.values())
             load.pull(snapshot.newest)
-        if self._batches is not None:
-            self._repack(loads, snapshot.newest, commands, self._batches)
+        if self._books is not None:
+            self._rebalance(loads, snapshot.newest, commands, self._books)
         elif not self.unfinished:
             self._move(loads, queue, commands, 1.0 / snapshot.mean_new_tokens)
         routed = 0
@@ -143,7 +148,7 @@ class Coordinator:
         issued = commands.all()
         for command in issued:
             self._issue(command, snapshot.newest)
-        lost = () if self._batches is None else _lost(snapshot, loads)
+        lost = () if self._books is None else _lost(snapshot, loads)
         return [*issued, Abort(requests=lost)] if lost else [*issued]
 
     def _load(self, index: int, instance: InstanceSnapshot) -> Load:
@@ -171,8 +176,9 @@ class Coordinator:
                 expected.interrupted += len(requests)
 
     def _router(self, snapshot: FleetSnapshot) -> MakeRouter:
-        if self._batches is not None:
-            return partial(OwnBatch, self._batches, snapshot.newest)
+        if self._books is not None:
+            books, newest = self._books, snapshot.newest
+            return lambda loads, admission, offered=(), waiting=1: books.router(newest, loads, admission)
         if self._routing == "waterfall":
             mean, pace = snapshot.mean_new_tokens, snapshot.pace
             return partial(Waterfall, cost=self.cost, mu=self._mu, mean_new_tokens=mean, pace=pace)
@@ -198,20 +204,15 @@ class Coordinator:
                 commands.interrupt(source, [request])
                 commands.route(request, target)
 
-    def _repack(self, loads: list[Load], newest: int, commands: _Commands, batches: Batches) -> None:
-        """Laminar §5.1: now and then, and at each new version."""
-        if not self.look and newest == self._looked_at:
-            return
+    def _rebalance(self, loads: list[Load], newest: int, commands: _Commands, books: Batches | Versions) -> None:
+        """Laminar §5.1, DORA §4.3: now and then, and at each new version."""
+        due = self.look or newest != self._looked_at
         self.look, self._looked_at = False, newest
-        for load in loads:
-            batches.look(load)
-        for source, destination in self._migrate(loads, self.cost, self._limits).moves:
-            batches.move(source, destination)
-            requests = list(source.requests.values())
+        if not self._rebalances:
+            return
+        for source, destination, requests in books.moves(loads, newest, self._limits, due=due):
             commands.interrupt(source, requests)
             for request in requests:
-                source.lose(request)
-                destination.take(request)
                 commands.route(request, destination)
 
     def _better(self, source: Load, target: Load, spread: float) -> list[RequestView]:

@@ -43,7 +43,7 @@ ASK_AGAIN = 0.01
 
 class Coordination:
     """``stream_interval``: tokens that a server generates between two chunks; 0: the cost model stays as it is.
-    ``look_s``: seconds between two looks for a repack; 0: none but at new versions."""
+    ``look_s``: seconds between two looks for a repack or a repartition; 0: none but at new versions."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ PLAYS = 120
 EVENTS = 120
 
 
-@pytest.mark.parametrize("name", ["inflight_cap", "buffers", "inherent", "queue_drop", "queue_max"])
+@pytest.mark.parametrize("name", ["inflight_cap", "buffers", "window", "inherent", "queue_drop", "queue_max"])
 def test_certain_groups_are_in_the_very_next_batch(name: str) -> None:
     """Random plays: servers lag, groups end in any order, some are released, the bound moves; the trainer waits, or has
     not asked."""

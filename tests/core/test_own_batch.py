@@ -28,7 +28,7 @@ def laminar(slots: int = 8, members: int = 2, migration: str = "none", most: int
         cost=COST,
         limits=Limits(roofline_batch=8),
         most=most,
-        batches=Batches(slots=slots, members=members),
+        one_version=Batches(slots=slots, members=members),
     )
 
 

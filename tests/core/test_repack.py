@@ -5,10 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.core.cost_model import CostModel
 from asyncrl.core.policy.load import Load
-from asyncrl.core.policy.migration import MIGRATION, Limits
-from asyncrl.core.policy.repack import best_fit, ramps_down
+from asyncrl.core.policy.repack import best_fit, ramps_down, repack
 
 from .fleets import server
 
@@ -58,9 +56,8 @@ def test_it_is_algorithm_1_but_for_what_the_text_says_and_for_what_would_be_left
 ) -> None:
     loads = [load(i, used, requests, peak) for i, (used, requests, peak) in enumerate(drawn)]
     loads = [r for r in loads if r.running and r.kv_tokens != r.kv_peak]
-    limits = Limits(kv_threshold=c_max / CAPACITY, roofline_batch=b)
-    moves = [(s.index, d.index) for s, d in MIGRATION["repack"](loads, CostModel(), limits).moves]
-    model = printed(loads, limits.kv_threshold * CAPACITY, b)
+    moves = [(s.index, d.index) for s, d in repack(loads, c_max / CAPACITY, b)]
+    model = printed(loads, c_max / CAPACITY * CAPACITY, b)
     if {s for s, _ in model}.isdisjoint(d for _, d in model):
         assert moves == model
     else:  # the printed one puts requests on a server that it empties
@@ -92,7 +89,6 @@ def test_what_a_server_was_given_goes_on_with_it() -> None:
 
 
 def test_only_servers_of_one_version_that_ramp_down_are_packed() -> None:
-    limits = Limits(kv_threshold=0.99, roofline_batch=8)
     loads = [
         load(0, 10, 1),
         load(1, 10, 1, version=1),
@@ -107,12 +103,12 @@ def test_only_servers_of_one_version_that_ramp_down_are_packed() -> None:
         load(10, 20, 1, version=1),
     ]
     loads[6].waiting = 1
-    moves = MIGRATION["repack"](loads, CostModel(), limits).moves
+    moves = repack(loads, 0.99, 8)
     assert [(s.index, d.index) for s, d in moves] == [(0, 9), (1, 10)]
 
 
 def test_a_server_whose_trajectories_are_with_their_environments_is_packed() -> None:
     loads = [load(0, 0, 0, peak=0), load(1, 20, 1)]
     loads[0].groups = 3
-    moves = MIGRATION["repack"](loads, CostModel(), Limits()).moves
+    moves = repack(loads, 0.99, 64)
     assert [(s.index, d.index) for s, d in moves] == [(0, 1)]

@@ -64,7 +64,7 @@ class Groups:
         return control
 
 
-@pytest.mark.parametrize("name", ["inflight_cap", "buffers", "inherent", "queue_drop", "queue_max"])
+@pytest.mark.parametrize("name", ["inflight_cap", "buffers", "window", "inherent", "queue_drop", "queue_max"])
 def test_a_restored_control_decides_as_the_one_before(name: str) -> None:
     for seed in range(40):
         groups = Groups(name, random.Random(seed))

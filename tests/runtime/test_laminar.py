@@ -44,7 +44,13 @@ TAILED: dict[str, Any] = {
     "preset": "laminar",
     "env": {"max_turns": 1},
     "rollout": {"batch_groups": 6, "num_envs": 48, "max_new_tokens": 400, "max_tokens": 450},
-    "engine": {"count": 4, "max_running_requests": 12, "max_total_tokens": 6000, "repack_s": 0.5, "roofline_batch": 12},
+    "engine": {
+        "count": 4,
+        "max_running_requests": 12,
+        "max_total_tokens": 6000,
+        "rebalance_s": 0.5,
+        "roofline_batch": 12,
+    },
     "run": {"steps": 8},
     "sim": {"lengths": {"kind": "lognormal", "mean": 90, "tailness": 77}, "tasks": 200},
 }

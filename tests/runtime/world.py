@@ -147,9 +147,36 @@ def laminar_recipe(seed: int, **tables: Any) -> Recipe:
             "routing": "own_batch",
             "max_total_tokens": rng.choice([400, 600, 1000]),
             "migration": rng.choice(["none", "repack", "repack"]),
-            "repack_s": rng.choice([0.05, 0.5, 5.0]),
+            "rebalance_s": rng.choice([0.05, 0.5, 5.0]),
             "kv_threshold": rng.choice([0.5, 0.99]),
             "roofline_batch": rng.choice([2, 4, 64]),
+        },
+    }
+    return random_recipe(seed, **{name: _over(drawn.get(name), tables.get(name)) for name in {**drawn, **tables}})
+
+
+def dora_recipe(seed: int, **tables: Any) -> Recipe:
+    """The same with several versions side by side, by any control of a coordinator's."""
+    rng = random.Random(f"dora {seed}")
+    drawn: dict[str, Any] = {
+        "preset": "dora",
+        "staleness": {
+            "control": rng.choice(["window", "window", "window", "buffers", "inherent"]),
+            "bound": rng.choice([0, 1, 2, 2, 3, 4]),
+        },
+        "update": {"running": "drain", "synchronization": "when_empty"},
+        "rollout": {
+            "max_additional_running_prompts": 0,
+            "group_size_redundancy": 0,
+            "num_envs": rng.randint(1, 24),
+        },
+        "engine": {
+            "count": rng.randint(1, 5),
+            "routing": "newest_first",
+            "max_total_tokens": rng.choice([400, 600, 1000]),
+            "migration": rng.choice(["none", "repartition", "repartition"]),
+            "rebalance_s": rng.choice([0.05, 0.5, 5.0]),
+            "kv_threshold": rng.choice([0.5, 0.9]),
         },
     }
     return random_recipe(seed, **{name: _over(drawn.get(name), tables.get(name)) for name in {**drawn, **tables}})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
+from typing import NamedTuple
 
 from asyncrl.core.policy.routing import RequestView
 from asyncrl.core.snapshot import InstanceSnapshot
@@ -44,7 +45,9 @@ class Load:
         self.groups = 0
         """Unfinished groups of its own batch, where servers have one (core/policy/own_batch.py)."""
         self.needed = False
-        """Something waits that only its version may go on with, and no server has."""
+        """Only its version may go on with something, and no other server has it or stays with it."""
+        self.leaving = False
+        """It gives up its version once it is empty (core/policy/streaming.py)."""
 
     def take(self, request: RequestView) -> None:
         self.running += request.slots
@@ -76,6 +79,20 @@ class Load:
 
     def __repr__(self) -> str:
         return f"<Load {self.name} v{self.version} {self.running} running, {self.kv_tokens} tokens>"
+
+
+class Move(NamedTuple):
+    """Requests that run on one server go to another of the same version."""
+
+    source: Load
+    destination: Load
+    requests: list[RequestView]
+
+    def carry_out(self) -> None:
+        """In the loads."""
+        for request in self.requests:
+            self.source.lose(request)
+            self.destination.take(request)
 
 
 class Admission:

@@ -8,7 +8,6 @@ from itertools import islice
 
 from asyncrl.core.cost_model import CostModel
 from asyncrl.core.policy.load import Load
-from asyncrl.core.policy.repack import best_fit, ramps_down
 from asyncrl.core.policy.routing import RequestView
 from asyncrl.core.types import Record
 
@@ -21,18 +20,17 @@ class Limits(Record, frozen=True, kw_only=True):
     phi_throughput: float = 1.1
     """Times as fast as on the slowest server that a sequence may decode on the fastest."""
     kv_threshold: float = 0.99
-    """C_max of a repack (Laminar §5.2): share of a server's KV cache."""
+    """C_max of a repack (Laminar §5.2), or when a repartition relieves a server: share of its KV cache."""
     roofline_batch: int = 64
     """B of a repack: sequences on a server."""
 
 
 class Migration(Record, frozen=True, kw_only=True):
     """``excess`` wait inside a server, more than may: they are cut and wait outside. Of ``pair``, some that the first
-    runs may be better on the second. All that the first server of each of ``moves`` has goes to the second."""
+    runs may be better on the second."""
 
     excess: list[tuple[Load, list[RequestView]]]
     pair: tuple[Load, Load] | None
-    moves: list[tuple[Load, Load]] = []
 
 
 Migrate = Callable[[Sequence[Load], CostModel, Limits], Migration]
@@ -79,18 +77,4 @@ def by_throughput(loads: Sequence[Load], cost: CostModel, limits: Limits) -> Mig
     return Migration(excess=excess, pair=pair)
 
 
-def repack(loads: Sequence[Load], cost: CostModel, limits: Limits) -> Migration:
-    """Laminar algorithm 1, for each version's servers by themselves: those that ramp down, packed onto few of them."""
-    by_version: dict[int, list[Load]] = {}
-    for load in loads:
-        if ramps_down(load, limits.kv_threshold, limits.roofline_batch):
-            by_version.setdefault(load.version, []).append(load)
-    moves = [
-        move
-        for version in sorted(by_version)
-        for move in best_fit(by_version[version], limits.kv_threshold, limits.roofline_batch)
-    ]
-    return Migration(excess=[], pair=None, moves=moves)
-
-
-MIGRATION: dict[str, Migrate] = {"none": stay, "throughput": by_throughput, "repack": repack}
+MIGRATION: dict[str, Migrate] = {"none": stay, "throughput": by_throughput}

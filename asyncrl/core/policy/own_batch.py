@@ -17,9 +17,11 @@ is safe, as a group's requests can go nowhere else.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from asyncrl.core.policy.load import Admission, Load
+from asyncrl.core.policy.load import Admission, Load, Move
+from asyncrl.core.policy.migration import Limits
+from asyncrl.core.policy.repack import repack
 from asyncrl.core.policy.routing import RequestView
 
 
@@ -96,17 +98,25 @@ class Batches:
         if begins:
             self._begun[load.name] = self.begun(load.name) + 1
 
-    def look(self, load: Load) -> None:
-        """A repack looks at the server."""
-        load.kv_peak = self._kv_peak.get(load.name, -1)
-        self._kv_peak[load.name] = max(load.kv_peak, load.kv_tokens)
+    def router(self, newest: int, loads: Sequence[Load], admission: Admission) -> OwnBatch:
+        return OwnBatch(self, newest, loads, admission)
 
-    def move(self, source: Load, destination: Load) -> None:
-        """All that the one server has belongs to the other, which still ramps down."""
-        self._kv_peak[destination.name] += self._kv_peak.pop(source.name)
-        for group in self.groups(source.name):
-            self.take(group, destination, begins=False)
-        source.groups = 0
+    def moves(self, loads: Sequence[Load], newest: int, limits: Limits, *, due: bool) -> Iterator[Move]:
+        """Repack (core/policy/repack.py), if it is time to look: all that one server has belongs to another. Carried
+        out in the loads."""
+        if not due:
+            return
+        for load in loads:
+            load.kv_peak = self._kv_peak.get(load.name, -1)
+            self._kv_peak[load.name] = max(load.kv_peak, load.kv_tokens)
+        for source, destination in repack(loads, limits.kv_threshold, limits.roofline_batch):
+            self._kv_peak[destination.name] += self._kv_peak.pop(source.name)  # it still ramps down
+            for group in self.groups(source.name):
+                self.take(group, destination, begins=False)
+            source.groups = 0
+            move = Move(source, destination, list(source.requests.values()))
+            move.carry_out()
+            yield move
 
     def left(self, group: int) -> None:
         """No trajectory of the group is under way."""
@@ -126,7 +136,6 @@ class OwnBatch:
         newest: int,
         loads: Sequence[Load],
         admission: Admission,
-        offered: Sequence[Load] = (),
     ) -> None:
         self._batches = batches
         self._admission = admission

@@ -60,3 +60,14 @@ def best_fit(candidates: Sequence[Load], kv_threshold: float, roofline_batch: in
             moves[source.index] = best
     by_index = {load.index: load for load in candidates}
     return [(by_index[index], load) for index, load in moves.items()]
+
+
+def repack(loads: Sequence[Load], kv_threshold: float, roofline_batch: int) -> list[tuple[Load, Load]]:
+    """Algorithm 1 for each version's servers by themselves: (source, destination) pairs."""
+    by_version: dict[int, list[Load]] = {}
+    for load in loads:
+        if ramps_down(load, kv_threshold, roofline_batch):
+            by_version.setdefault(load.version, []).append(load)
+    return [
+        pair for version in sorted(by_version) for pair in best_fit(by_version[version], kv_threshold, roofline_batch)
+    ]

@@ -9,6 +9,7 @@ from asyncrl.core.staleness.buffers import StalenessBuffers
 from asyncrl.core.staleness.inflight_cap import InflightCap
 from asyncrl.core.staleness.inherent import InherentStaleness
 from asyncrl.core.staleness.queue import QueueDrop, QueueMax
+from asyncrl.core.staleness.window import SlidingWindow
 
 
 def make_control(
@@ -16,10 +17,10 @@ def make_control(
 ) -> StalenessControl:
     """The control that the recipe's ``staleness.control`` names, for ``batch`` groups a step from ``step`` on.
 
-    ``bound`` is α of ``inflight_cap`` and the largest staleness of ``buffers`` and ``queue_max``; ``queue`` the
-    capacity of ``queue_drop`` and ``inherent`` in batches; ``redundant`` the groups that ``inflight_cap`` runs beyond
-    the need, or the entries that ``buffers`` adds to each buffer (with a queue, the slots decide how many run). Raises
-    ``ValueError`` for impossible numbers.
+    ``bound`` is α of ``inflight_cap`` and the largest staleness of ``buffers``, ``window`` and ``queue_max``; ``queue``
+    the capacity of ``queue_drop`` and ``inherent`` in batches; ``redundant`` the groups that ``inflight_cap`` runs
+    beyond the need, or the entries that ``buffers`` adds to each buffer (a window has none; with a queue, the slots
+    decide how many run). Raises ``ValueError`` for impossible numbers.
     """
     capacity = math.floor(queue * batch + 1e-9)  # a decimal factor is meant exactly: 1.1 × 10 groups are 11
     match name:
@@ -27,6 +28,8 @@ def make_control(
             return InflightCap(batch=batch, alpha=bound, redundant=redundant, step=step)
         case "buffers":
             return StalenessBuffers(batch=batch, bound=math.floor(bound), redundant=redundant, step=step)
+        case "window":
+            return SlidingWindow(batch=batch, bound=math.floor(bound), step=step)
         case "queue_drop":
             return QueueDrop(batch=batch, capacity=capacity, step=step)
         case "inherent":

@@ -204,4 +204,4 @@ class InflightCap:
 
     def __repr__(self) -> str:
         s = self.snapshot()
-        return f"<InflightCap step {s.step}: {s.reserved} reserved, {s.occupied} occupied, {s.due} due>"
+        return f"<{type(self).__name__} step {s.step}: {s.reserved} reserved, {s.occupied} occupied, {s.due} due>"
