@@ -249,6 +249,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
             episode_timeout_s=recipe.env.episode_timeout_s,
             temperature=rollout.temperature,
             top_p=rollout.top_p,
+            one_version=recipe.one_version,
         )
         for i in range(rollout.num_envs)
     ]

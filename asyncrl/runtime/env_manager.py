@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import msgspec
 
 from asyncrl.core.ledger import State
+from asyncrl.core.staleness.base import check_one_version
 from asyncrl.core.types import Record, Task, Trajectory, Turn, flatten
 from asyncrl.env import Action, Env, Observation, Step
 from asyncrl.ports import EngineRejected, EnvSource, Observer
@@ -359,7 +360,8 @@ def _observe(dialogue: Conversation, where: str, observation: Observation | str)
 
 
 class EnvManager:
-    """One slot. ``name`` is its track in the trace; ``failures`` are by the source of the task."""
+    """One slot. ``name`` is its track in the trace; ``failures`` are by the source of the task. ``one_version``: each
+    trajectory must be one version's, which is asserted when it has ended."""
 
     def __init__(
         self,
@@ -372,6 +374,7 @@ class EnvManager:
         episode_timeout_s: float,
         temperature: float,
         top_p: float,
+        one_version: bool = False,
     ) -> None:
         self._name = name
         self._buffer = buffer
@@ -381,6 +384,7 @@ class EnvManager:
         self._episode_timeout_s = episode_timeout_s
         self._temperature = temperature
         self._top_p = top_p
+        self._one_version = one_version
 
     async def run(self) -> None:
         """Episodes without end, until cancelled. Raises ``EnvFailing``, and whatever is a bug of the runtime."""
@@ -427,7 +431,10 @@ class EnvManager:
             if not lease.revoked:
                 self._failures[lease.task.source].succeeded()
                 for trajectory_id, index, episode in zip(lease.trajectory_ids, lease.indices, episodes, strict=True):
-                    self._buffer.put(lease, _trajectory(lease, trajectory_id, index, episode))
+                    trajectory = _trajectory(lease, trajectory_id, index, episode)
+                    if self._one_version:
+                        check_one_version(trajectory)
+                    self._buffer.put(lease, trajectory)
         finally:
             lease.on_revoke = None
             self._observer.span(

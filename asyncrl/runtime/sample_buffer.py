@@ -339,7 +339,7 @@ class SampleBuffer:
                 self._accounts.failed(slot.trajectory_id, reason, infra=infra)
                 slot.lease = None
         self._rest(group)
-        lost = sorted((s.attempt, i) for i, s in enumerate(group.slots) if s.lease is None)
+        lost = sorted((s.attempt, i) for i, s in enumerate(group.slots) if s.lease is None and s.trajectory is None)
         again = lost[: max(0, len(lost) - self._redundancy)]
         if all(attempt < self._retries for attempt, _ in again):
             for _, i in again:

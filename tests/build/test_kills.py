@@ -80,6 +80,8 @@ RECIPES = {
     "staleflow, multi-turn": recipe({"preset": "staleflow", "staleness": {"bound": 1}}, MULTI_TURN),
     "laminar": recipe({"preset": "laminar"}),
     "laminar, multi-turn": recipe({"preset": "laminar"}, MULTI_TURN),
+    "dora": recipe({"preset": "dora"}),
+    "dora, multi-turn": recipe({"preset": "dora"}, MULTI_TURN),
     "queue-max": recipe({"preset": "queue-max", "staleness": {"bound": 1}}, MULTI_TURN),
     "queue-drop": recipe({"preset": "queue-drop"}),
     "batch rollout": recipe({"rollout": {"queue_scheduling": False}}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from asyncrl.core.types import Record
+from asyncrl.core.types import OBSERVED_VERSION, Record, Trajectory
 
 UNBOUNDED = 2**63 - 1
 """``room`` and ``capacity`` of a control that does not limit admission."""
@@ -99,3 +99,9 @@ def check_reserve(group_id: int, version: int, *, step: int, admitted: bool, liv
         raise StalenessViolation(f"group {group_id} on version {version} was not admitted at step {step}")
     if live:
         raise StalenessViolation(f"group {group_id} is reserved already")
+
+
+def check_one_version(trajectory: Trajectory) -> None:
+    """Raises ``StalenessViolation`` if not all of its generated tokens are of one version (DORA's C1)."""
+    if len(several := set(trajectory.versions) - {OBSERVED_VERSION}) > 1:
+        raise StalenessViolation(f"trajectory {trajectory.id}: several versions generated it: {sorted(several)}")

@@ -27,7 +27,8 @@ k = 0: none is left behind the window. ∎ Consumption asserts both.
 that ended before it and no others. Proof. None has an earlier deadline, what starts from now on ends later, and D(0) is
 at most B. ∎ Nothing like it holds for later deadlines: older versions go on taking groups.
 
-C1, one version for all tokens of a trajectory, is what the servers do: core/policy/streaming.py.
+C1, one version for all tokens of a trajectory, is what the servers see to (core/policy/streaming.py); it is asserted
+where a trajectory ends.
 """
 
 from __future__ import annotations
