@@ -22,7 +22,8 @@ from asyncrl.core.policy.migration import Limits
 from asyncrl.core.policy.own_batch import Batches
 from asyncrl.core.policy.routing import ROUTING
 from asyncrl.core.policy.streaming import Versions
-from asyncrl.core.staleness import StalenessControl, make_control
+from asyncrl.core.staleness import make_control
+from asyncrl.core.staleness.base import StalenessControl
 from asyncrl.core.staleness.buffers import StalenessBuffers
 from asyncrl.core.staleness.inflight_cap import InflightCap
 from asyncrl.core.types import Batch, Task
