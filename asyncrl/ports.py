@@ -66,6 +66,8 @@ class GenerateRequest(Record, frozen=True, kw_only=True):
     ignore_eos: bool = False
     """Go on to ``max_new_tokens``, whatever is sampled (for measurements)."""
     n: int = 1
+    kv_from: str = ""
+    """``EngineInfo.kv_url`` of another server that has KV of these ids, by the weights that this one holds."""
 
 
 class Chunk(Record, frozen=True, kw_only=True):
@@ -88,6 +90,8 @@ class EngineInfo(Record, frozen=True, kw_only=True):
     max_running_requests: int
     max_total_tokens: int
     context_length: int
+    kv_url: str = ""
+    """Where other servers take KV from it; empty: nowhere."""
 
 
 class EngineLoad(Record, frozen=True, kw_only=True):

@@ -140,12 +140,15 @@ class LocalServers(LocalProcesses):
             *("--port", str(self._ports[index]), "--device", engine.device, "--dtype", recipe.model.dtype),
             *("--max-running-requests", str(engine.max_running_requests)),
             *("--max-total-tokens", str(engine.max_total_tokens)),
+            *("--host-kv-tokens", str(engine.host_kv_tokens)),
+            *(("--kv-reuse",) if engine.kv_reuse else ()),
             *("--seed", str(recipe.seed * 1000 + index), "--log-level", "warning"),
             *engine.args,
         ]
 
     def _sglang(self, index: int) -> list[str]:
         engine, recipe = self._recipe.engine, self._recipe
+        host_share = 1 + engine.host_kv_tokens / engine.max_total_tokens  # its host memory has what the GPU has, too
         return [
             engine.python or sys.executable,
             *((engine.script,) if engine.script else ("-m", "sglang.launch_server")),
@@ -154,6 +157,7 @@ class LocalServers(LocalProcesses):
             *("--max-running-requests", str(engine.max_running_requests)),
             *("--max-total-tokens", str(engine.max_total_tokens)),
             *(() if engine.device == "auto" else ("--device", engine.device)),
+            *(("--enable-hierarchical-cache", "--hicache-ratio", f"{host_share:g}") if engine.host_kv_tokens else ()),
             *("--incremental-streaming-output", "--enable-metrics"),
             *engine.args,
         ]

@@ -36,7 +36,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class GenerateReq(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """POST /generate. ``rid`` names the request for /abort_request; SGLang aborts by prefix, so use fixed widths."""
+    """POST /generate. ``rid`` names the request for /abort_request; SGLang aborts by prefix, so use fixed widths.
+    ``kv_from`` only the embedded server knows: the URL of another one that holds KV of ``input_ids``."""
 
     input_ids: list[int]
     rid: str | None = None
@@ -44,6 +45,7 @@ class GenerateReq(msgspec.Struct, kw_only=True, omit_defaults=True):
     return_logprob: bool = False
     stream: bool = False
     extra_key: str | None = None
+    kv_from: str | None = None
 
 
 class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -172,6 +174,7 @@ class ServerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     context_length: int | None = None
     max_req_input_len: int | None = None
     incremental_streaming_output: bool = False
+    kv_reuse: bool = False
 
 
 class Load(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -188,6 +191,29 @@ class LoadsReply(msgspec.Struct, kw_only=True):
     """GET /v1/loads."""
 
     loads: list[Load]
+
+
+class KvKey(msgspec.Struct, kw_only=True, frozen=True):
+    """What two servers must have alike for the KV of the one to be that of the other. ``model`` is a digest of the
+    architecture and of the weights' checksums; ``shape`` is (layers, kv_heads, head_dim)."""
+
+    version: str
+    model: str
+    dtype: str
+    shape: tuple[int, int, int]
+
+
+class KvReq(msgspec.Struct, kw_only=True, frozen=True):
+    """POST /kv_cache, of one embedded server to another: the KV of the longest prefix of ``input_ids`` that it holds,
+    if that is longer than ``beyond`` tokens.
+
+    The answer is 204 if it is not, 409 with a line if ``key`` is not its own, else 200 with bytes: blocks of
+    ``KV-Block`` tokens, ``KV-Tokens`` in all, each as (layers, 2, kv_heads, tokens, head_dim) and the 8 bytes of its
+    checksum."""
+
+    input_ids: list[int]
+    key: KvKey
+    beyond: int = 0
 
 
 # --- Controller ⇄ trainer (msgpack) -----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
     python bench/engine.py [--quick] [--dtype float32|bfloat16] [--in-flight 1 16 64 256] [--json PATH]
     python bench/engine.py --reuse [--quick] [--json PATH]
+    python bench/engine.py --migrate [--quick] [--json PATH]
 
 A random Qwen3 of about a million parameters; prompts of about 64 tokens; output lengths lognormal with mean 128, at
 most 1,024. The engine runs in a process of its own and streams to a client here that keeps so many requests in flight;
@@ -13,6 +14,10 @@ steadier figure.
 ``--reuse`` measures the engine with its prefix cache against itself without (``--disable-radix-cache``): 64 dialogues
 at once of 8 turns, each 64 new tokens and a reply of 32 behind a first prompt of 256; and groups of 8 replies of 32
 tokens to one prompt of 512, 8 groups at once.
+
+``--migrate`` measures what a request that goes on at another server costs there, with its KV taken along
+(``--kv-reuse``) and without, in turn, over a prompt of so many tokens: from the request to its first token there, and
+CPU seconds of both servers together.
 """
 
 from __future__ import annotations
@@ -193,10 +198,11 @@ async def groups(url: str, quick: bool) -> tuple[int, int]:
 
 
 async def ask(
-    session: aiohttp.ClientSession, url: str, ids: list[int], length: int, n: int = 1
+    session: aiohttp.ClientSession, url: str, ids: list[int], length: int, n: int = 1, **more: str
 ) -> list[dict[str, Any]]:
     sampling = {"max_new_tokens": length, "ignore_eos": True, "n": n}
-    async with session.post(url + "/generate", json={"input_ids": ids, "sampling_params": sampling}) as response:
+    body = {"input_ids": ids, "sampling_params": sampling, **more}
+    async with session.post(url + "/generate", json=body) as response:
         response.raise_for_status()
         reply = await response.json()
     return reply if n > 1 else [reply]
@@ -212,6 +218,41 @@ async def bench_reuse(folder: Path, dtype: str, quick: bool) -> dict[str, dict[s
                 tokens, cached = await work(url, quick)
                 figures = rate(tokens, time.perf_counter() - wall, cpu_seconds(pid) - cpu)
                 results.setdefault(work.__name__, {})[name] = {**figures, "cached_tokens": cached}
+    return results
+
+
+async def bench_migrate(folder: Path, dtype: str, quick: bool) -> dict[int, dict[str, dict[str, float]]]:
+    """By the tokens of a request that moves, then ``with`` or ``without`` its KV: mean seconds, CPU seconds and tokens
+    prefilled a move."""
+    rng = random.Random(0)
+    moves = 8 if quick else 32
+    results: dict[int, dict[str, dict[str, float]]] = {}
+    async with (
+        serving(folder, dtype, "--kv-reuse") as (a, a_pid),
+        serving(folder, dtype, "--kv-reuse") as (b, b_pid),
+        aiohttp.ClientSession() as session,
+    ):
+
+        async def prefilled() -> int:
+            async with session.get(b + "/server_info") as response:
+                return int((await response.json())["prefilled_tokens"])
+
+        for length in (256, 1024, CONTEXT - 64):
+            begun = []
+            for _ in range(2 * moves):
+                ids = [rng.randrange(2, VOCAB) for _ in range(length - 8)]
+                begun.append(ids + (await ask(session, a, ids, 8))[0]["output_ids"])
+            results[length] = {}
+            for name, more, work in (("with", {"kv_from": a}, begun[::2]), ("without", {}, begun[1::2])):
+                before, wall = await prefilled(), time.perf_counter()
+                cpu = cpu_seconds(a_pid) + cpu_seconds(b_pid)
+                for ids in work:
+                    await ask(session, b, ids, 1, **more)
+                results[length][name] = {
+                    "seconds": (time.perf_counter() - wall) / moves,
+                    "cpu_s": (cpu_seconds(a_pid) + cpu_seconds(b_pid) - cpu) / moves,
+                    "prefilled_tokens": (await prefilled() - before) / moves,
+                }
     return results
 
 
@@ -274,6 +315,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--engine-only", action="store_true", help="leave transformers out")
     parser.add_argument("--reuse", action="store_true", help="the engine with its prefix cache, against it without")
+    parser.add_argument("--migrate", action="store_true", help="requests that move, with their KV and without")
     parser.add_argument("--json", type=Path, default=None, help="write the figures here as well")
     parser.add_argument("--child", nargs=2, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -292,6 +334,12 @@ def main() -> None:
             report_reuse(parameters, args.dtype, reuse)
             if args.json:
                 args.json.write_text(json.dumps({"parameters": parameters, "dtype": args.dtype, **reuse}, indent=2))
+            return
+        if args.migrate:
+            moved = asyncio.run(bench_migrate(folder, args.dtype, args.quick))
+            report_migrate(parameters, args.dtype, moved)
+            if args.json:
+                args.json.write_text(json.dumps({"parameters": parameters, "dtype": args.dtype, **moved}, indent=2))
             return
         engine = asyncio.run(bench_engine(folder, plan, args.dtype))
         static: dict[int, dict[str, float]] = {}
@@ -335,6 +383,17 @@ def report_reuse(parameters: int, dtype: str, results: dict[str, dict[str, dict[
         for side in (ours, plain):
             row += f" {side['tokens_per_cpu_s']:>11,.0f} ({side['tokens_per_s']:>6,.0f})"
         print(f"{row} {ours['tokens_per_cpu_s'] / plain['tokens_per_cpu_s']:>6.1f}x")
+
+
+def report_migrate(parameters: int, dtype: str, results: dict[int, dict[str, dict[str, float]]]) -> None:
+    print(f"\n{parameters / 1e6:.2f}M parameters, {dtype}, one thread; a request that moves, with its KV and without")
+    print(f"{'tokens':>7} {'prefilled':>15} {'ms':>17} {'ratio':>6} {'CPU ms':>17} {'ratio':>6}")
+    for tokens, sides in results.items():
+        ours, plain = sides["with"], sides["without"]
+        row = f"{tokens:>7} {ours['prefilled_tokens']:>6.0f} / {plain['prefilled_tokens']:>6.0f}"
+        for key in ("seconds", "cpu_s"):
+            row += f" {1e3 * ours[key]:>7.1f} / {1e3 * plain[key]:>7.1f} {plain[key] / ours[key]:>5.1f}x"
+        print(row)
 
 
 if __name__ == "__main__":

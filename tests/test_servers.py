@@ -70,9 +70,17 @@ async def test_each_server_has_its_own_port_log_seed_and_gpus(tmp_path: Path) ->
             assert f"--model-path /models/m --host 127.0.0.1 --port {url.rpartition(':')[2]} " in args
             assert f"--random-seed {3000 + index} " in args
             assert "--dtype float32" in args and "--device cuda" in args and args.endswith("--tp 2")
+            assert "hicache" not in args
         assert [f.said(i, "env") for i in range(3)] == [["2 0,1"], ["2 2"], ["2 0,1"]]
         await f.servers.stop()
         assert all(child.exit_code is not None for child in f.servers._children)
+
+
+async def test_sglang_keeps_kv_in_host_memory_by_its_hierarchical_cache(tmp_path: Path) -> None:
+    async with fleet(tmp_path, HELLO + "exec sleep 60", max_total_tokens=1000, host_kv_tokens=500) as f:
+        await f.servers.start()
+        await until(lambda: bool(f.said(0, "env")))
+        assert "--enable-hierarchical-cache --hicache-ratio 1.5" in f.said(0, "args")[0]
 
 
 async def test_the_embedded_engine_is_started_with_arguments_that_it_knows(
@@ -83,6 +91,7 @@ async def test_the_embedded_engine_is_started_with_arguments_that_it_knows(
     stand_in.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(stand_in))
     engine = {"kind": "embedded", "max_running_requests": 7, "max_total_tokens": 5000, "device": "cpu"}
+    engine |= {"kv_reuse": True, "host_kv_tokens": 900}
     async with fleet(tmp_path, "", **engine) as f:
         await f.servers.start()
         await until(lambda: bool(f.said(0, "env")))
@@ -91,6 +100,7 @@ async def test_the_embedded_engine_is_started_with_arguments_that_it_knows(
         args = serve_parser().parse_args(rest)
         assert (str(args.model), args.device, args.dtype, args.seed) == ("/models/m", "cpu", "float32", 3000)
         assert (args.max_running_requests, args.max_total_tokens) == (7, 5000)
+        assert (args.kv_reuse, args.host_kv_tokens) == (True, 900)
         assert f.servers.urls == [f"http://127.0.0.1:{args.port}"]
 
 

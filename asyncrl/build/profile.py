@@ -42,6 +42,12 @@ def cost_of(instance: InstanceModel) -> CostModel:
         raise RecipeError(f"sim.instance.profile = {instance.profile}: {error}") from None
 
 
+def kv_token_s(instance: InstanceModel) -> float:
+    """Seconds for the KV of a token from one server to another."""
+    known = "@" in instance.profile
+    return (named(instance.profile)[0].kv_bytes if known else instance.kv_bytes) / (instance.kv_gb_s * 1e9)
+
+
 def load_profile(path: Path) -> CostModel:
     """The coefficients of a profile. Raises ``RecipeError`` for a file that is not there, is no profile, or would have
     servers work in no time."""

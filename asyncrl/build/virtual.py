@@ -14,7 +14,7 @@ from contextlib import suppress
 import msgspec
 
 from asyncrl.build.assemble import Played, Run, World, assemble
-from asyncrl.build.profile import cost_of
+from asyncrl.build.profile import cost_of, kv_token_s
 from asyncrl.build.samples import read_samples
 from asyncrl.config import Recipe
 from asyncrl.core.journal import NOTHING, Saved
@@ -30,6 +30,7 @@ from asyncrl.sim.engine import SimEngine
 from asyncrl.sim.env import SimEnvs
 from asyncrl.sim.faults import Faults, schedule
 from asyncrl.sim.invariants import Books, Checked
+from asyncrl.sim.kv import KvLink
 from asyncrl.sim.tasks import SimTasks, TaskLengths
 from asyncrl.sim.tokenizer import SimTokenizer
 from asyncrl.sim.trace import TraceRecorder
@@ -88,6 +89,8 @@ async def simulated(
     trainer = SimTrainer(sim.trainer, recipe.trainer.ranks * recipe.trainer.micro_batch_tokens, checkpoint)
     lengths = TaskLengths(sim, tasks, seed=seed, progress=lambda: trainer.version / recipe.run.steps)
     cost = cost_of(sim.instance)
+    peers: dict[str, SimEngine] = {}
+    kv_link = KvLink(token_s=kv_token_s(sim.instance), peers=peers) if engine.kv_reuse else None
     engines = [
         SimEngine(
             f"server {i}",
@@ -106,9 +109,11 @@ async def simulated(
             request_timeout_s=engine.request_timeout_s,
             idle_timeout_s=engine.idle_timeout_s,
             control_timeout_s=engine.control_timeout_s,
+            kv_link=kv_link,
         )
         for i in range(len(engine.urls) or engine.count)
     ]
+    peers.update((server.name, server) for server in engines)
     envs = SimEnvs(sim.env, tasks, seed=seed, max_turns=recipe.env.max_turns)
     struck = schedule(sim, servers=len(engines), seed=seed, restartable=recipe.trainer.restarts > 0)
     faults = Faults(struck, engines=engines, trainer=trainer, envs=envs, observer=checked)

@@ -20,6 +20,7 @@ import msgspec
 from asyncrl.config.algorithm import check_algorithm
 from asyncrl.config.base import RecipeError, Section, require
 from asyncrl.config.coordination import check_coordination
+from asyncrl.config.kv import check_kv
 from asyncrl.config.recipe import Recipe, Source
 from asyncrl.config.redact import redacted
 from asyncrl.config.relays import check_relays
@@ -110,6 +111,7 @@ def check(recipe: Recipe) -> None:
     sim = recipe.sim
     at_least_one |= {
         "sim.instance.gpus": sim.instance.gpus,
+        "sim.instance.kv_bytes": sim.instance.kv_bytes,
         "sim.trainer.gpus": sim.trainer.gpus,
         "trainer.replay_steps": t.replay_steps,
         "sim.tasks": sim.tasks,
@@ -133,6 +135,7 @@ def check(recipe: Recipe) -> None:
         "env.memory_mb": recipe.env.memory_mb,
         "env.retries": recipe.env.retries,
         "env.backoff_s": recipe.env.backoff_s,
+        "engine.host_kv_tokens": e.host_kv_tokens,
         "engine.retries": e.retries,
         "engine.restarts": e.restarts,
         "engine.restart_backoff_s": e.restart_backoff_s,
@@ -178,6 +181,7 @@ def check(recipe: Recipe) -> None:
         "trainer.grad_clip": t.grad_clip,
     }
     positive |= {
+        "sim.instance.kv_gb_s": sim.instance.kv_gb_s,
         "sim.trainer.tokens_per_s": sim.trainer.tokens_per_s,
         "sim.weights.gigabytes": sim.weights.gigabytes,
         "sim.weights.gather_gb_s": sim.weights.gather_gb_s,
@@ -277,6 +281,7 @@ def check(recipe: Recipe) -> None:
         "needs separate requests for the members of a group; set rollout.expand_num_return_sequences = true",
     )
     check_coordination(recipe)
+    check_kv(e)
     share = recipe.run.eval_share
     require(0 < share <= 1, "run.eval_share", share, "is a share, more than 0 and at most 1")
     require(

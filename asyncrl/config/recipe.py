@@ -232,6 +232,12 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     max_running_requests: int = 64
     max_total_tokens: int = 65536
     """KV cache of each server, in tokens."""
+    host_kv_tokens: int = 0
+    """KV kept in host memory beside that, in tokens: of trajectories that wait for their environment, for one. With
+    SGLang it sizes its hierarchical cache (HiCache), which copies by CUDA kernels: it has no such copies on a CPU."""
+    kv_reuse: bool = False
+    """A request that goes on at another server of its version takes its KV along, and is not prefilled again
+    (DORA §4.4)."""
     stream_interval: int = 64
     """Tokens between two chunks of a stream: what a dying server can cost."""
     routing: Literal["least_loaded", "prefix_affine", "round_robin", "waterfall", "own_batch", "newest_first"] = (

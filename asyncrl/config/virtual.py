@@ -26,6 +26,10 @@ class InstanceModel(Section, frozen=True, kw_only=True):
     chunked_prefill: int = 0
     """Tokens of prefill that ride along in one decode step; 0: prefill runs first and alone, SGLang's default."""
     prefix_cache: bool = True
+    kv_bytes: int = 98_304
+    """KV of one token, which travels with ``engine.kv_reuse``: Qwen3-30B-A3B's. A ``profile`` by name has its own."""
+    kv_gb_s: float = 20.0
+    """From one server to another."""
     load_s: float = 1.0
     """What a weight load takes on the server itself, beside the transfer."""
     start_s: float = 60.0

@@ -112,6 +112,7 @@ class SGLangEngine:
         token: str = "",
     ) -> None:
         self.name = name
+        self._url = url
         self._config = config
         self._model_type = model_type
         self._vocabulary = vocabulary
@@ -156,6 +157,11 @@ class SGLangEngine:
                 f"serves a {model.model_type} model ({model.model_path}), the recipe trains a {self._model_type}; "
                 "start it with the recipe's model.path"
             )
+        takes_kv = self._config.kv_reuse and self._config.kind == "embedded"
+        if takes_kv and not server.kv_reuse:
+            raise self._http.rejected(
+                "was started without --kv-reuse; start it with that, or set engine.kv_reuse = false"
+            )
         # SGLang keeps some tokens of the context for itself: it refuses prompts of max_req_input_len or more, and cuts
         # the length limit of a request that comes within 2 tokens of the context without saying so.
         limits = [limit for limit in (server.context_length, server.max_req_input_len) if limit is not None]
@@ -165,6 +171,7 @@ class SGLangEngine:
             max_running_requests=server.max_running_requests or self._config.max_running_requests,
             max_total_tokens=server.max_total_num_tokens or self._config.max_total_tokens,
             context_length=min(limits, default=0),
+            kv_url=self._url if takes_kv else "",
         )
 
     async def health(self) -> bool:
@@ -288,6 +295,7 @@ class SGLangEngine:
                 ),
                 return_logprob=True,
                 stream=streams,
+                kv_from=request.kv_from or None,
             )
         )
 

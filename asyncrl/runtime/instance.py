@@ -26,6 +26,7 @@ class Instance:
         "generated",
         "held",
         "interrupted",
+        "kv_url",
         "max_running",
         "max_tokens",
         "name",
@@ -48,12 +49,13 @@ class Instance:
         self.engine = engine
         self.name = engine.name
         self.version = info.version
+        self.kv_url = info.kv_url
         self.max_running = info.max_running_requests
         self.max_tokens = info.max_total_tokens
         self.running = 0
         self.tokens = 0
         self.generated = self.prefilled = 0
-        """Tokens since the run began; prefilled ones without the prefixes that it held."""
+        """Tokens since the run began; prefilled ones without the prefixes that it held or was given."""
         self.slowness = 1.0
         """Times as long as the cost model says that its steps take (runtime/meter.py)."""
         self.queued = 0
@@ -133,3 +135,17 @@ class Instance:
         return (
             f"<Instance {self.name} v{self.version} {'up' if self.up else 'down'}{pulls} {self.running} running{held}>"
         )
+
+
+def kv_source(view: RequestView, instance: Instance, fleet: Sequence[Instance]) -> str:
+    """Where ``instance`` gets the KV of the request's prefix without computing it (DORA §4.4): from the server that
+    holds it, or held it until it took newer weights, if it is of the version that ``instance`` has. Empty: nowhere."""
+    if not instance.kv_url or view.home in (None, instance.name) or view.after != instance.version:
+        return ""
+    return next((other.kv_url for other in fleet if other.name == view.home and other.up), "")
+
+
+def to_prefill(view: RequestView, instance: Instance, fleet: Sequence[Instance]) -> int:
+    """Tokens of the request that ``instance`` has to compute before it goes on."""
+    held = view.home == instance.name or kv_source(view, instance, fleet)
+    return view.tokens - (view.prefix if held else 0)

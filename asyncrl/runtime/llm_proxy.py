@@ -23,7 +23,7 @@ from asyncrl.core.policy.routing import RequestView, has_room, least_loaded
 from asyncrl.core.snapshot import FleetSnapshot
 from asyncrl.ports import Engine, EngineError, EngineInfo, EngineRejected, GenerateRequest, Observer
 from asyncrl.runtime.generation import Completion, Prompt, Reply
-from asyncrl.runtime.instance import Instance
+from asyncrl.runtime.instance import Instance, kv_source, to_prefill
 from asyncrl.runtime.trajectory_server import Request, TrajectoryServer
 
 MAX_FRUITLESS = 20
@@ -232,6 +232,7 @@ class LLMProxy:
             top_p=prompt.top_p,
             stop_token_ids=self._stop_token_ids,
             n=len(replies),
+            kv_from=kv_source(view, instance, self._instances),
         )
         received = 0
         on_server(instance.name)
@@ -364,7 +365,7 @@ class LLMProxy:
         if self._route is None and not view.pinned:
             instance.requests[view.id] = replace(view, after=instance.version)  # where it is cut, it has its tokens
             instance.routed += 1
-        instance.prefilled += view.tokens - (view.prefix if view.home == instance.name else 0)
+        instance.prefilled += to_prefill(view, instance, self._instances)
         instance.running += view.slots
         instance.tokens += view.tokens
         if not instance.pinned:
@@ -495,6 +496,5 @@ class LLMProxy:
                 raise FleetDown(f"no inference server is left; the last error was: {self._last_error}")
 
     def _report(self, instance: Instance) -> None:
-        self._observer.server(
-            instance.name, asyncio.get_running_loop().time(), instance.running, instance.version, instance.up
-        )
+        now = asyncio.get_running_loop().time()
+        self._observer.server(instance.name, now, instance.running, instance.version, instance.up)

@@ -65,6 +65,12 @@ def _parser() -> argparse.ArgumentParser:
         "--disable-radix-cache", action="store_true", help="compute every prompt whole (the option's name is SGLang's)"
     )
     parser.add_argument(
+        "--host-kv-tokens", type=int, default=0, help="further tokens of kept KV, in host memory (0: none)"
+    )
+    parser.add_argument(
+        "--kv-reuse", action="store_true", help="give KV to other servers of the same weights, and take it from them"
+    )
+    parser.add_argument(
         "--context-length", type=int, default=None, help="tokens of one sequence (default: the model's)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the sampler")
@@ -79,6 +85,11 @@ def _check(args: argparse.Namespace, spec: ModelSpec) -> None:
     for name in ("max_running_requests", "max_total_tokens", "context_length"):
         if (value := getattr(args, name)) < 1:
             raise ServeError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if args.host_kv_tokens < 0:
+        raise ServeError(f"--host-kv-tokens must be 0 or more, got {args.host_kv_tokens}")
+    for option in ("kv_reuse", "host_kv_tokens"):
+        if getattr(args, option) and args.disable_radix_cache:
+            raise ServeError(f"--{option.replace('_', '-')} needs kept KV; leave out --disable-radix-cache")
     if args.context_length > spec.context_length:
         raise ServeError(f"--context-length {args.context_length} exceeds the model's {spec.context_length}; lower it")
 
@@ -128,6 +139,8 @@ async def _serve(args: argparse.Namespace, model: Model, bound: socket.socket) -
             max_running_requests=args.max_running_requests,
             max_total_tokens=args.max_total_tokens,
             prefix_cache=not args.disable_radix_cache,
+            host_kv_tokens=args.host_kv_tokens,
+            kv_reuse=args.kv_reuse,
         ),
         model_path=args.model,
         served_name=args.served_model_name or str(args.model),

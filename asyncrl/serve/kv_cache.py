@@ -7,9 +7,11 @@ arena moves on to the next (a copy of its own length, so O(1) a token amortised)
 the hole. Rows of all arenas, in order, are the decode batch.
 
 The rows of a sequence that leaves are kept in a tensor of their own length (one copy) while the token budget has room
-beside the running sequences. A new sequence gets the rows of the longest prefix that it shares with a kept or a running
-one, as a copy; a kept one that it continues whole is dropped then. New weights drop all, and hide what still runs with
-rows of the old ones.
+beside the running sequences, and then in (pinned) host memory, where ``host_tokens`` allow that: so a trajectory that
+waits for its environment holds no device memory that others need. A new sequence gets the rows of the longest prefix
+that it shares with a kept or a running one, as a copy; a kept one that it continues whole is dropped then. New weights
+drop all, and hide what still runs with rows of the old ones. Rows may also come from another server, or go there
+(``insert``, ``rows_of``).
 
 Owned by the engine's thread. Memory follows use: an arena grows by half when full, and an empty one is freed when all
 of them together have memory for more than twice ``max_tokens``.
@@ -93,6 +95,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         prefix_cache: bool = True,
+        host_tokens: int = 0,
     ) -> None:
         widths = [MIN_WIDTH]
         while widths[-1] < context_length:
@@ -103,7 +106,11 @@ class KVCache:
         self._arange = torch.arange(4096, device=device)
         self._home: dict[Sequence, tuple[Arena, int]] = {}
         self._keep = prefix_cache
-        self._prefixes = PrefixCache()
+        self._host_tokens = host_tokens
+        self._prefixes = PrefixCache(host_tokens, _to_host)
+        self.prefilled = 0
+        """Tokens that were computed to begin with a sequence. The last one of each is a decode step's work, and is not
+        counted."""
         self._shared: dict[Sequence, bytes] = {}
         """Running sequences whose rows are all of the present weights, by the tokens that they were placed with."""
 
@@ -116,17 +123,47 @@ class KVCache:
 
     @property
     def kept(self) -> int:
-        """Tokens whose rows are kept though no sequence runs on them."""
+        """Tokens whose rows are kept on the device though no sequence runs on them."""
         return self._prefixes.saved
 
+    @property
+    def hosted(self) -> int:
+        """Tokens whose rows are kept in host memory."""
+        return self._prefixes.hosted
+
     def trim(self, tokens: int) -> None:
-        """Keep at most so many, those used last."""
+        """Keep at most so many on the device, those used last."""
         self._prefixes.trim(tokens)
 
-    def forget(self) -> None:
-        """Let no sequence begin with rows that are here now."""
-        self._prefixes.clear()
+    def forget(self) -> PrefixCache:
+        """Let no sequence begin with rows that are here now. What was kept, for those who still have a use for it."""
+        kept, self._prefixes = self._prefixes, PrefixCache(self._host_tokens, _to_host)
+        kept.drop_running()
         self._shared.clear()
+        return kept
+
+    def held(self, ids: list[int]) -> int:
+        """Tokens of ``ids`` that a new sequence of them would not have to compute."""
+        return min(self._prefixes.longest(key_of(ids))[0], len(ids) - 1)
+
+    def rows_of(self, ids: list[int], beyond: int, forgotten: PrefixCache | None = None) -> torch.Tensor | None:
+        """Rows (layers, 2, kv_heads, tokens, head_dim) of the longest prefix of ``ids`` that is here, or among what was
+        ``forgotten``; None if it has no more than ``beyond`` tokens. Nothing changes them any more."""
+        prefixes = self._prefixes if forgotten is None else forgotten
+        count, source = prefixes.longest(key_of(ids))
+        count = min(count, len(ids) - 1)
+        if count <= beyond:
+            return None
+        holder = prefixes[source]
+        if isinstance(holder, torch.Tensor):
+            return holder[:, :, :, :count]
+        arena, index = self._home[holder]
+        return arena.kv[:, index, :, :, :count].clone()
+
+    def insert(self, ids: list[int], rows: torch.Tensor) -> None:
+        """Keep rows of all ``ids`` that another server computed, by the same weights."""
+        if self._keep:
+            self._prefixes.add(key_of(ids), rows.to(self._device))
 
     def wave(self, sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
         """Which new sequences to prefill now, and which after them, for these can then share their rows."""
@@ -152,7 +189,11 @@ class KVCache:
         ends = torch.arange(arena.width, device=self._device) < lengths[:, None]
         bias.copy_(torch.where(ends, 0.0, -math.inf))
         keys = [key_of(s.ids()) for s in sequences] if self._keep else []
-        cached = [self._copy_prefix(key, arena.kv[:, row]) for row, key in enumerate(keys, start)]
+        continued: set[bytes] = set()
+        cached = [self._copy_prefix(key, arena.kv[:, row], continued) for row, key in enumerate(keys, start)]
+        for source in continued:
+            self._prefixes.remove(source)
+        self.prefilled += sum(s.tokens - 1 for s in sequences) - sum(cached)
         for sequence, key in zip(sequences, keys, strict=False):
             self._shared[sequence] = key
             self._prefixes.add(key, sequence)
@@ -161,8 +202,9 @@ class KVCache:
             self._home[sequence] = (arena, row)
         return arena, start, cached or [0] * len(sequences)
 
-    def _copy_prefix(self, key: bytes, row: torch.Tensor) -> int:
-        """Fill the first columns of a new row by those of whoever shares most tokens; how many."""
+    def _copy_prefix(self, key: bytes, row: torch.Tensor, continued: set[bytes]) -> int:
+        """Fill the first columns of a new row by those of whoever shares most tokens; how many. ``continued`` gets kept
+        ones of which nothing is left out."""
         count, source = self._prefixes.longest(key)
         count = min(count, len(key) // SIZE - 1)  # the last token's logits are wanted
         if not count:
@@ -173,9 +215,9 @@ class KVCache:
             kv = arena.kv[:, index]
         else:
             kv = holder
-        row[:, :, :, :count] = kv[:, :, :, :count]
+        row[:, :, :, :count].copy_(kv[:, :, :, :count], non_blocking=True)  # it may come from host memory
         if kv is holder and key.startswith(source):
-            self._prefixes.remove(source)
+            continued.add(source)
         return count
 
     def remove(self, sequence: Sequence) -> None:
@@ -245,3 +287,10 @@ class KVCache:
         if count > len(self._arange):
             self._arange = torch.arange(2 * count, device=self._device)
         return self._arange[:count]
+
+
+def _to_host(rows: torch.Tensor) -> torch.Tensor:
+    """In host memory: pinned, so that both ways are copies beside the device's work, in the order of its stream."""
+    if rows.device.type == "cpu":
+        return rows
+    return torch.empty_like(rows, device="cpu", pin_memory=True).copy_(rows, non_blocking=True)

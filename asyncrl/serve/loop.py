@@ -22,14 +22,19 @@ import torch
 from asyncrl.core.types import Record
 from asyncrl.serve.kv_cache import KVCache
 from asyncrl.serve.model import Model
+from asyncrl.serve.prefix_cache import PrefixCache
 from asyncrl.serve.sampler import Sampler
 from asyncrl.serve.scheduler import MODES, Scheduler, Sequence
 from asyncrl.serve.spec import ServeError
-from asyncrl.serve.weights import Tensors, apply
-from asyncrl.wire import FinishReason, WeightSpan
+from asyncrl.serve.weights import Tensors, apply, digest
+from asyncrl.wire import FinishReason, KvKey, KvReq, WeightSpan
 
 PREFILL_TOKENS = 4096
 """Prompt tokens that one step may prefill, so that running sequences are not kept waiting for long."""
+
+PAST_S = 10.0
+"""How long other servers may take KV that new weights have made worthless here: a request is moved to another server of
+its version while, or because, this one takes the next."""
 
 T = TypeVar("T")
 
@@ -55,6 +60,17 @@ class LoadSnapshot(Record, frozen=True, kw_only=True):
     throughput: float = 0.0
 
 
+class KvMismatch(ServeError):
+    """Another server asks for KV that is not what this one computes."""
+
+
+class _Past(NamedTuple):
+    """What was kept when the weights changed."""
+
+    key: KvKey
+    rows: PrefixCache
+
+
 class _Job(NamedTuple):
     run: Callable[[], Any]
     ready: Callable[[], bool]
@@ -63,7 +79,8 @@ class _Job(NamedTuple):
 
 
 class Engine:
-    """See the module. ``deliver`` gets each hand-over on the event loop that made the engine."""
+    """See the module. ``deliver`` gets each hand-over on the event loop that made the engine. With ``kv_reuse`` other
+    servers of the same weights give it KV and take it from here."""
 
     def __init__(
         self,
@@ -74,6 +91,7 @@ class Engine:
         *,
         deliver: Callable[[list[Output]], None],
         on_crash: Callable[[BaseException], None],
+        kv_reuse: bool = False,
     ) -> None:
         self.model = model
         self.scheduler = scheduler
@@ -88,6 +106,10 @@ class Engine:
         self._deferred: list[_Job] = []
         self._outputs: list[Output] = []
         self._session = False
+        self._kv_reuse = kv_reuse
+        self._past: _Past | None = None
+        self._digest = ""
+        """Of the weights; empty until somebody asks."""
         self._meter = _Meter()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
@@ -102,12 +124,17 @@ class Engine:
 
     # --- What the server asks (on the event loop) ---------------------------------------------------------------------
 
-    def add(self, sequences: list[Sequence]) -> None:
-        """Queue new sequences; their outputs come through ``deliver``."""
+    @property
+    def prefilled(self) -> int:
+        """Prompt tokens computed since the start (``KVCache.prefilled``)."""
+        return self._cache.prefilled
+
+    def add(self, sequences: list[Sequence], *, arriving: bool = False) -> None:
+        """Queue new sequences, or have them wait for ``arrived``; their outputs come through ``deliver``."""
 
         def run() -> None:
             for sequence in sequences:
-                self.scheduler.add(sequence)
+                self.scheduler.add(sequence, arriving=arriving)
 
         self._call(run)
 
@@ -149,6 +176,42 @@ class Engine:
 
         return self._call(run)
 
+    def kv_wanted(self, ids: list[int]) -> asyncio.Future[KvReq]:
+        """What to ask another server for."""
+        return self._call(lambda: KvReq(input_ids=ids, key=self._kv_key(), beyond=self._cache.held(ids)))
+
+    def kv_rows(self, request: KvReq) -> asyncio.Future[torch.Tensor | None]:
+        """What another server asks for; None if there is no more than it has. Raises ``KvMismatch``."""
+
+        def run() -> torch.Tensor | None:
+            past, key = self._past, self._kv_key()
+            if request.key == key:
+                rows = self._cache.rows_of(request.input_ids, request.beyond)
+            elif past is not None and request.key == past.key:
+                rows = self._cache.rows_of(request.input_ids, request.beyond, past.rows)
+            else:
+                raise KvMismatch(f"this server has {key}, not {request.key}")
+            if rows is not None and self.model.device.type == "cuda":
+                torch.cuda.current_stream(self.model.device).synchronize()  # its way to host memory may not be over
+            return rows
+
+        return self._call(run)
+
+    def arrived(
+        self, sequences: list[Sequence], request: KvReq | None = None, rows: torch.Tensor | None = None
+    ) -> asyncio.Future[bool]:
+        """Queue what waits for KV, with the first ``rows`` of what was asked for, or without. False if these came too
+        late: the weights are others now, or nobody wants them any more."""
+
+        def run() -> bool:
+            wanted = self.scheduler.arrived(sequences)
+            if not wanted or request is None or rows is None or request.key != self._kv_key():
+                return False
+            self._cache.insert(request.input_ids[: rows.shape[3]], rows)
+            return True
+
+        return self._call(run)
+
     def begin_update(self) -> asyncio.Future[None]:
         """Open an update session: running requests end first unless paused, and new ones wait until it is over."""
 
@@ -182,7 +245,7 @@ class Engine:
             if abort_all:
                 self._abort(lambda sequence: True)
             self._check_update(flush_cache, session)
-            self._cache.forget()
+            self._forget()
             apply(self.model.parameters, tensors)
             if version is not None:
                 self._set_version(version)
@@ -266,7 +329,10 @@ class Engine:
             order, positions, groups = cache.batch()
             tokens = torch.tensor([s.output[-1] for s in order], device=self.model.device)
             self._record(order, self.model.decode(tokens, positions, groups))
-        cache.trim(scheduler.max_tokens - scheduler.used)
+        room = scheduler.max_tokens - scheduler.used
+        cache.trim(room)
+        if self._past is not None:
+            self._past.rows.trim(max(0, room - cache.kept))
         self._publish_load()
 
     def _record(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
@@ -312,10 +378,35 @@ class Engine:
                 self._emit(sequence)
         self.weight_version = version
 
+    def _kv_key(self) -> KvKey:
+        model, spec = self.model, self.model.spec
+        self._digest = self._digest or digest(model)
+        return KvKey(
+            version=self.weight_version,
+            model=self._digest,
+            dtype=str(model.dtype).removeprefix("torch."),
+            shape=(spec.layers, spec.kv_heads, spec.head_dim),
+        )
+
+    def _forget(self) -> None:
+        """The weights are about to change."""
+        if self._kv_reuse and self._cache.kept + self._cache.hosted:
+            past = self._past = _Past(self._kv_key(), self._cache.forget())
+            self._post(self._loop.call_later, PAST_S, self._call, lambda: self._drop(past))
+        self._cache.forget()
+        self._digest = ""
+
+    def _drop(self, past: _Past) -> None:
+        if self._past is past:
+            self._past = None
+
     def _publish_load(self) -> None:
         s = self.scheduler
         self.load = LoadSnapshot(
-            running=len(s.running), waiting=len(s.waiting), used_tokens=s.used, throughput=self._meter.rate
+            running=len(s.running),
+            waiting=len(s.waiting) + len(s.arriving),
+            used_tokens=s.used,
+            throughput=self._meter.rate,
         )
 
     def _hand_over(self) -> None:
@@ -323,7 +414,7 @@ class Engine:
             outputs, self._outputs = self._outputs, []
             self._post(self._deliver, outputs)
 
-    def _post(self, function: Callable[..., None], *args: object) -> None:
+    def _post(self, function: Callable[..., object], *args: object) -> None:
         try:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:  # the loop is closed: the server has gone, and nobody is left to tell

@@ -9,10 +9,10 @@ The engine's thread calls it between decode steps; nothing else may. Every seque
 
 State of a sequence::
 
-    waiting ──admit──▶ running ──append(stop|length)──▶ finished
-       ▲  │               │  │
-       │  └────abort──────┼──┴──abort──▶ finished
-       └──make_room, pause(retract)
+    arriving ──arrived──▶ waiting ──admit──▶ running ──append(stop|length)──▶ finished
+       │                   ▲  │               │  │
+       └───────────────────┼──┴────abort──────┼──┴──abort──▶ finished
+                           └──make_room, pause(retract)
 """
 
 from __future__ import annotations
@@ -99,6 +99,8 @@ class Scheduler:
     def __init__(self, *, max_running: int, max_tokens: int) -> None:
         self.max_running = max_running
         self.max_tokens = max_tokens
+        self.arriving: dict[Sequence, None] = {}
+        """Their KV is on its way from another server; nobody waits for them."""
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # in order of admission
         self.used = 0  # Invariant: the sum of .tokens over running
@@ -113,17 +115,28 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """No sequence holds KV, and none is about to."""
-        return not self.running and (self.frozen or not self.waiting)
+        return not self.running and (self.frozen or not (self.waiting or self.arriving))
 
     def fits(self, prompt: int, max_new: int) -> bool:
         """Whether a sequence of this size can ever run."""
         return prompt + max_new <= self.max_tokens
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. The caller has checked ``fits``."""
+    def add(self, sequence: Sequence, *, arriving: bool = False) -> None:
+        """Queue a sequence, or have it wait for ``arrived`` first. The caller has checked ``fits``."""
         if not self.fits(len(sequence.prompt), sequence.max_new):
             raise ValueError(f"{sequence!r} can never fit into {self.max_tokens} tokens")
-        self.waiting.append(sequence)
+        if arriving:
+            self.arriving[sequence] = None
+        else:
+            self.waiting.append(sequence)
+
+    def arrived(self, sequences: Iterable[Sequence]) -> bool:
+        """Queue those that were not aborted meanwhile; True if there are any."""
+        left = [sequence for sequence in sequences if sequence in self.arriving]
+        for sequence in left:
+            del self.arriving[sequence]
+            self.waiting.append(sequence)
+        return bool(left)
 
     def admit(self, budget: int) -> list[Sequence]:
         """Move the head of the queue to running, about ``budget`` prompt tokens at most (but at least one sequence).
@@ -177,10 +190,11 @@ class Scheduler:
         running = [s for s in self.running if match(s)]
         for sequence in running:
             self._finish(sequence, FinishReason(type="abort", message="Aborted"))
-        waiting = [s for s in self.waiting if match(s)]
+        waiting = [s for s in (*self.waiting, *self.arriving) if match(s)]
         if waiting:
             self.waiting = deque(s for s in self.waiting if not match(s))
             for sequence in waiting:
+                self.arriving.pop(sequence, None)
                 sequence.finish = FinishReason(type="abort", message="Abort in waiting queue")
         return running, waiting
 
@@ -200,6 +214,7 @@ class Scheduler:
     def live(self) -> Iterable[Sequence]:
         yield from self.running
         yield from self.waiting
+        yield from self.arriving
 
     def _retract(self, sequence: Sequence) -> None:
         del self.running[sequence]

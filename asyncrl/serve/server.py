@@ -24,6 +24,7 @@ from aiohttp import web
 from asyncrl.access import guard
 from asyncrl.core.types import Record
 from asyncrl.serve.kv_cache import KVCache
+from asyncrl.serve.kv_transfer import KvTransfer
 from asyncrl.serve.loop import Engine, Output
 from asyncrl.serve.model import Model
 from asyncrl.serve.sampler import Sampler
@@ -57,6 +58,7 @@ class _Generate(msgspec.Struct, kw_only=True):
     sampling_params: _StrictSampling = msgspec.field(default_factory=_StrictSampling)
     return_logprob: bool = False
     stream: bool = False
+    kv_from: str | None = None
 
 
 class _NewVersion(msgspec.Struct, kw_only=True):
@@ -87,6 +89,8 @@ class Limits(Record, frozen=True, kw_only=True):
     max_running_requests: int
     max_total_tokens: int
     prefix_cache: bool = True
+    host_kv_tokens: int = 0
+    kv_reuse: bool = False
 
 
 class Server:
@@ -114,12 +118,15 @@ class Server:
                 dtype=model.dtype,
                 device=model.device,
                 prefix_cache=limits.prefix_cache,
+                host_tokens=limits.host_kv_tokens,
             ),
             Scheduler(max_running=limits.max_running_requests, max_tokens=limits.max_total_tokens),
             Sampler(seed, model.device),
             deliver=_deliver,
             on_crash=on_crash,
+            kv_reuse=limits.kv_reuse,
         )
+        self._kv = KvTransfer(self.engine, max_tokens=limits.max_total_tokens, token=token) if limits.kv_reuse else None
         self._groups = UpdateGroups(model.device)
         self._spec = spec
         self._limits = limits
@@ -151,6 +158,9 @@ class Server:
         router.add_post("/update_weights_from_distributed", _status(self._update_from_distributed))
         router.add_post("/end_weight_update", _status(self._end_update))
         router.add_post("/update_weight_version", self._update_version)
+        if self._kv is not None:
+            router.add_post("/kv_cache", self._kv.give)
+            app.on_cleanup.append(self._kv.close)
         return app
 
     # --- Generation ---------------------------------------------------------------------------------------------------
@@ -166,21 +176,30 @@ class Server:
         self._live.add(rid)
         mine = set(sequences)
         try:
-            self.engine.add(sequences)
-            if body.stream:
-                return await self._stream(request, body, rid, queue)
-            replies: dict[int, dict[str, Any]] = {}
-            while len(replies) < len(sequences):
-                output = await queue.get()
-                replies[_sink(output).number] = self._reply(output, body)
-            ordered = [replies[i] for i in range(len(sequences))]
-            return _json(ordered[0] if body.sampling_params.n == 1 else ordered)
-        except ConnectionResetError:  # the client went away in the middle of a write
-            return web.Response()
+            if self._kv is None or not body.kv_from:
+                self.engine.add(sequences)
+                return await self._answer(request, body, rid, queue)
+            async with self._kv.taking(body.kv_from, sequences):
+                return await self._answer(request, body, rid, queue)
         finally:
             self._live.discard(rid)
             if any(s.finish is None for s in sequences):  # nobody reads the rest
                 self.engine.abort(mine.__contains__)
+
+    async def _answer(
+        self, request: web.Request, body: _Generate, rid: str, queue: asyncio.Queue[Output]
+    ) -> web.StreamResponse:
+        try:
+            if body.stream:
+                return await self._stream(request, body, rid, queue)
+            count = body.sampling_params.n
+            replies: dict[int, dict[str, Any]] = {}
+            while len(replies) < count:
+                output = await queue.get()
+                replies[_sink(output).number] = self._reply(output, body)
+            return _json(replies[0] if count == 1 else [replies[i] for i in range(count)])
+        except ConnectionResetError:  # the client went away in the middle of a write
+            return web.Response()
 
     async def _stream(
         self, request: web.Request, body: _Generate, rid: str, queue: asyncio.Queue[Output]
@@ -330,6 +349,9 @@ class Server:
             "context_length": self._limits.context_length,
             "incremental_streaming_output": True,
             "disable_radix_cache": not self._limits.prefix_cache,
+            "prefilled_tokens": self.engine.prefilled,
+            "kv_reuse": self._kv is not None,
+            "kv_transfers": {} if self._kv is None else self._kv.counts,
             "device": str(self.engine.model.device),
             "dtype": str(self.engine.model.dtype).removeprefix("torch."),
         }

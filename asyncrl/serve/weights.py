@@ -8,6 +8,7 @@ on a worker thread of their own, and every collective has a deadline.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from safetensors import SafetensorError, safe_open
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import distributed_c10d as c10d
@@ -59,6 +61,14 @@ def apply(parameters: Parameters, tensors: Tensors) -> None:
     """Copy checked tensors into the model, in place, converting the dtype where it differs."""
     for name, tensor in tensors.items():
         parameters[name].view.copy_(tensor)
+
+
+def digest(model: Model) -> str:
+    """Of the architecture and of the checksums of all weights: alike where two servers compute the same KV. Reads the
+    weights once."""
+    shape = replace(model.spec, context_length=0, eos_ids=frozenset())
+    sums = {name: checksum(parameter.view) for name, parameter in sorted(model.parameters.items())}
+    return hashlib.sha256(repr((shape, sums)).encode()).hexdigest()
 
 
 def load_model(

@@ -36,6 +36,11 @@ class Reply(Sequence):
         self.sent = 0
         """Tokens that were sent."""
 
+    @property
+    def wanted(self) -> bool:
+        """Its last chunk was not sent yet, and somebody listens."""
+        return self.stream is not None and self in self.stream.replies
+
     def chunk(self, new: int, reason: str | None, version: int) -> Chunk:
         """The next ``new`` tokens, sampled by ``version``. They count down: see sim/engine.py."""
         follow = self.remaining - self.sent
@@ -76,10 +81,15 @@ class Stream:
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
+    def leave(self) -> list[Reply]:
+        """Nobody listens any more; the replies that had not ended."""
+        replies, self.replies = self.replies, []
+        return replies
+
     def fail(self, error: EngineError) -> list[Reply]:
         """The connection breaks; the replies that nobody listens to any more. Harmless once all have ended: then only
         what follows the last token is lost."""
-        lost, self.replies = self.replies, []
+        lost = self.leave()
         for reply in lost:
             reply.stream = None
         if lost:

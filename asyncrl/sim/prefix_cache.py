@@ -132,13 +132,6 @@ class PrefixCache:
             parent.used = max(parent.used, used)
             self._offer(parent)
 
-    def flush(self) -> None:
-        """Forget everything (new weights). No sequence may hold a lock."""
-        assert not self.locked, f"{self.locked} tokens of the prefix cache are in use"
-        self.size = self._nodes = 0
-        self._root = Node(None, bytearray(), 0, 0)
-        self._unused.clear()
-
     def _use(self, node: Node) -> None:
         self._uses += 1
         node.used = self._uses

@@ -196,10 +196,23 @@ class Server(Generic[S]):
         self._freeze()
         self._slow = factor
 
-    def flush(self) -> None:
-        """New weights: the prefix cache is worthless. Nothing may be admitted."""
+    def held(self, tokens: bytes, limit: int) -> int:
+        """How many of the first ``limit`` tokens need no prefill."""
+        return self._cache.find(tokens, limit).end if self._cache else 0
+
+    def hold(self, tokens: bytes) -> None:
+        """KV that another server computed is there for those who come."""
         if self._cache:
-            self._cache.flush()
+            self._cache.insert(self._cache.find(b"", 0), tokens)
+            self._evict()
+
+    def flush(self) -> PrefixCache:
+        """New weights: the prefix cache is worthless. Nothing may be admitted. What it was."""
+        cache = self._cache or PrefixCache()
+        assert not cache.locked, f"{cache.locked} tokens of the prefix cache are in use"
+        if self._cache:
+            self._cache = PrefixCache()
+        return cache
 
     def advance(self, now: float) -> list[tuple[S, str | None]]:
         """Book the steps that have ended. Returns the sequences that have new tokens to report, in order, each with

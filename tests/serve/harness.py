@@ -15,6 +15,7 @@ import torch
 from aiohttp.test_utils import TestServer
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from asyncrl.access import header
 from asyncrl.serve.server import Limits, Server
 from asyncrl.serve.spec import read_spec
 from asyncrl.serve.weights import load_model
@@ -111,7 +112,7 @@ class Client:
             return await response.json() if response.content_type == "application/json" else None
 
     async def generate(self, ids: Sequence[int], status: int = 200, **body: Any) -> Any:
-        """POST /generate; keys that are no sampling parameters: rid, stream."""
+        """POST /generate; keys that are no sampling parameters: rid, stream, kv_from."""
         return await self.post("/generate", request(ids, **body), status)
 
     async def stream(self, ids: Sequence[int], **body: Any) -> AsyncIterator[dict[str, Any]]:
@@ -124,6 +125,10 @@ class Client:
                 if line.strip():
                     yield json.loads(line.removeprefix(b"data: "))
             raise AssertionError("the stream ended without [DONE]")
+
+    async def info(self) -> dict[str, Any]:
+        info: dict[str, Any] = await self.get("/server_info")
+        return info
 
     async def load(self) -> dict[str, Any]:
         return (await self.get("/v1/loads"))["loads"][0]
@@ -140,10 +145,14 @@ class Client:
             await asyncio.sleep(0.002)
 
 
-def request(ids: Sequence[int], *, rid: str | None = None, stream: bool = False, **sampling: Any) -> dict[str, Any]:
+def request(
+    ids: Sequence[int], *, rid: str | None = None, stream: bool = False, kv_from: str | None = None, **sampling: Any
+) -> dict[str, Any]:
     body: dict[str, Any] = {"input_ids": list(ids), "return_logprob": True, "stream": stream}
     if rid is not None:
         body["rid"] = rid
+    if kv_from is not None:
+        body["kv_from"] = kv_from
     return {**body, "sampling_params": {"ignore_eos": True, **sampling}}
 
 
@@ -162,23 +171,26 @@ async def serving(
     max_running: int = 16,
     max_tokens: int = 8192,
     seed: int = 0,
-    prefix_cache: bool = True,
+    token: str = "",
+    **more: Any,
 ) -> AsyncIterator[Client]:
-    """A server on a free port of this process; fails the test if its engine broke."""
+    """A server on a free port of this process; fails the test if its engine broke. ``more`` are its other limits."""
     crashes: list[BaseException] = []
     model = load_model(folder, read_spec(folder), context_length=CONTEXT, dtype=dtype, device=torch.device(device))
     limits = Limits(
         context_length=CONTEXT,
         max_running_requests=max_running,
         max_total_tokens=max_tokens,
-        prefix_cache=prefix_cache,
+        **more,
     )
-    server = Server(model, limits, model_path=folder, served_name="tiny", seed=seed, on_crash=crashes.append)
+    server = Server(
+        model, limits, model_path=folder, served_name="tiny", seed=seed, on_crash=crashes.append, token=token
+    )
     server.engine.start()
     http = TestServer(server.app())
     await http.start_server()
     try:
-        async with aiohttp.ClientSession() as session:
+        async with aiohttp.ClientSession(headers=header(token)) as session:
             yield Client(server, session, str(http.make_url("")).rstrip("/"))
     finally:
         await http.close()

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.serve import kv_cache
 from asyncrl.serve.loop import Engine
 from asyncrl.serve.model import Model
 from asyncrl.serve.prefix_cache import PrefixCache, key_of
@@ -43,10 +44,16 @@ async def dialogue(client: Client, ids: list[int], tokens: int = 6) -> tuple[dic
 short = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["save", "run", "remove", "trim"]), short), max_size=25), short)
-def test_the_longest_shared_prefix_is_found(steps: list[tuple[str, list[int]]], wanted: list[int]) -> None:
-    cache = PrefixCache()
-    saved: dict[tuple[int, ...], None] = {}  # least recently used first
+@given(
+    st.lists(st.tuples(st.sampled_from(["save", "run", "remove", "trim"]), short), max_size=25),
+    short,
+    st.sampled_from([0, 4, 9]),
+)
+def test_the_longest_shared_prefix_is_found(steps: list[tuple[str, list[int]]], wanted: list[int], host: int) -> None:
+    cache = PrefixCache(host)
+    # Least recently used first: on the device, and in host memory.
+    saved: dict[tuple[int, ...], None] = {}
+    hosted: dict[tuple[int, ...], None] = {}
     running: set[tuple[int, ...]] = set()
     for what, tokens in steps:
         key, name = key_of(tokens), tuple(tokens)
@@ -55,21 +62,28 @@ def test_the_longest_shared_prefix_is_found(steps: list[tuple[str, list[int]]], 
                 cache.add(key, torch.empty(len(tokens)))
                 if name not in running:
                     saved.pop(name, None)
+                    hosted.pop(name, None)
                     saved[name] = None
             case "run":
                 cache.add(key, Sequence(rid="", prompt=tokens, max_new=1))
                 saved.pop(name, None)
+                hosted.pop(name, None)
                 running.add(name)
             case "remove":
                 cache.remove(key)
                 saved.pop(name, None)
+                hosted.pop(name, None)
                 running.discard(name)
             case _:
                 cache.trim(5)
                 while sum(map(len, saved)) > 5:
-                    del saved[next(iter(saved))]
-        assert cache.saved == sum(map(len, saved))
-    shares = [_shared(wanted, tokens) for tokens in {*saved, *running}]
+                    del saved[oldest := next(iter(saved))]
+                    if len(oldest) <= host:
+                        hosted[oldest] = None
+                    while sum(map(len, hosted)) > host:
+                        del hosted[next(iter(hosted))]
+        assert (cache.saved, cache.hosted) == (sum(map(len, saved)), sum(map(len, hosted)))
+    shares = [_shared(wanted, tokens) for tokens in {*saved, *hosted, *running}]
     count, key = cache.longest(key_of(wanted))
     assert count == max(shares, default=0)
     if count:
@@ -176,6 +190,50 @@ async def test_old_rows_give_way_and_the_budget_holds(folder: Path, monkeypatch:
         await client.generate(prompt(4, 250), max_new_tokens=50)
         assert cached(await client.generate(prompt(1, 95), max_new_tokens=5)) == 0
     assert 200 < max(held) <= 300
+
+
+async def test_host_memory_keeps_what_the_device_has_no_room_for(
+    folder: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that wait while others run, up to its own bound."""
+    moved = 0
+
+    def to_host(rows: torch.Tensor) -> torch.Tensor:
+        nonlocal moved
+        moved += 1
+        return rows.clone()  # elsewhere, as from a device
+
+    monkeypatch.setattr(kv_cache, "_to_host", to_host)
+    async with serving(folder, max_tokens=300, host_kv_tokens=320) as client:
+        waiting = [await dialogue(client, prompt(seed, 95)) for seed in (1, 2, 3, 4, 5)]
+        await client.generate(prompt(6, 250), max_new_tokens=40)  # needs all of the device
+        cache = client.server.engine._cache
+        assert (cache.kept, cache.hosted, moved) == (289, 300, 5)
+        for _, ids in (waiting[4], waiting[0]):  # used last, and first
+            reply = await client.generate([*ids, 7, 8], max_new_tokens=5)
+            assert cached(reply) == (100 if ids is waiting[4][1] else 0)
+            assert exact(reply, model, [*ids, 7, 8])
+        await client.post("/flush_cache")
+        assert (cache.kept, cache.hosted) == (0, 0)
+
+
+@pytest.mark.gpu
+async def test_rows_go_to_pinned_host_memory_and_back(folder: Path, model: Any) -> None:
+    async with serving(folder, device="cuda", max_tokens=300, host_kv_tokens=2000, kv_reuse=True) as client:
+        waiting = [await dialogue(client, prompt(seed, 95)) for seed in (1, 2, 3)]
+        await client.generate(prompt(6, 250), max_new_tokens=40)
+        cache = client.server.engine._cache
+        tensors = [cache._prefixes._holders[key] for key in cache._prefixes._host]
+        assert len(tensors) == 3
+        assert all(isinstance(rows, torch.Tensor) and rows.is_pinned() for rows in tensors)
+        async with serving(folder, device="cuda", kv_reuse=True) as other:  # they can be given to others from there
+            reply = await other.generate(waiting[0][1], kv_from=client.url, max_new_tokens=5)
+            assert cached(reply) == 100
+            assert exact(reply, model, waiting[0][1])
+        for _, ids in waiting:
+            reply = await client.generate([*ids, 7, 8], max_new_tokens=5)
+            assert cached(reply) == 100
+            assert exact(reply, model, [*ids, 7, 8])
 
 
 async def test_a_flush_drops_all(client: Client) -> None:

@@ -9,8 +9,9 @@ from contextlib import aclosing
 import pytest
 
 from asyncrl.ports import Chunk, EngineError, EngineRejected, GenerateRequest
-from asyncrl.sim.engine import ABORT_TIMEOUT_S, HEALTH_TIMEOUT_S, NOTICE_S, SimEngine
+from asyncrl.sim.engine import ABORT_TIMEOUT_S, HEALTH_TIMEOUT_S, SimEngine
 from asyncrl.sim.loop import run
+from asyncrl.sim.process import NOTICE_S
 
 from .test_engine import COST, collect, now, request
 

@@ -75,7 +75,7 @@ class Tree(RuleBasedStateMachine):
     @precondition(lambda self: not self.locks)
     @rule()
     def flush(self) -> None:
-        self.cache.flush()
+        self.cache = PrefixCache()
         self.held.clear()
 
     def in_use(self) -> set[Tokens]:
