@@ -77,7 +77,7 @@ async def test_each_server_has_its_own_port_log_seed_and_gpus(tmp_path: Path) ->
 
 
 async def test_sglang_keeps_kv_in_host_memory_by_its_hierarchical_cache(tmp_path: Path) -> None:
-    async with fleet(tmp_path, HELLO + "exec sleep 60", max_total_tokens=1000, host_kv_tokens=500) as f:
+    async with fleet(tmp_path, HELLO + "exec sleep 60", max_total_tokens=4000, host_kv_tokens=2000) as f:
         await f.servers.start()
         await until(lambda: bool(f.said(0, "env")))
         assert "--enable-hierarchical-cache --hicache-ratio 1.5" in f.said(0, "args")[0]
