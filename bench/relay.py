@@ -1,14 +1,19 @@
 """Relays as real processes on this machine: what a hop reaches of what the machine can copy, chains, chunks, kills.
 
-    python bench/relay.py --json bench/results/relay.json     (--quick: smaller, ten kills)
+    python bench/relay.py --json bench/results/relay.json               under two minutes; --quick: less of everything
+    python bench/relay.py --only kills --kills 100 --json …             five minutes, or in parts with several --seed
+
+``--json`` replaces in the file what was measured, and leaves the rest.
 
 * ceiling: two processes, one sends a file of shared memory by sendfile, the other receives it and writes it to another:
   plain blocking sockets and no checks. And what one core copies in memory.
 * hop: trainer → one relay, all of it: orders, sockets, checksums, the rename. GB/s against the ceiling.
 * chain: 1 to 8 relays as fast as they can, and CPU seconds of all relays for each GB: cores bind it here.
-* paced: the same with links of 48 MB/s, paced by the kernel, which leaves the cores idle enough to show the pipeline.
+* paced: the same with links of 48 MB/s between relays, paced by the kernel, which leaves the cores idle enough to show
+  the pipeline. The trainer's link is not paced.
 * chunks: eight paced relays with chunks of several sizes, against T(p, k) of core/theory/broadcast.py.
 * stall: seconds in which the trainer is held to copy a version into the memory that it offers (without the gathering).
+* ranks: two ranks of a real trainer: the stall when each offers what it holds, against rank 0's gathering all of it.
 * kills: a relay, at random, killed by SIGKILL at a random moment of a broadcast; each server loads the version and
   compares it. Seconds until the controller has noticed, and until every other relay has the version.
 
@@ -28,6 +33,7 @@ import random
 import socket
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -39,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from asyncrl.core.theory.broadcast import Chain, broadcast_time, optimal_chunks
 from tests.weights.relays import World, world
 
+PARTS = ("hop", "chain", "paced", "chunks", "stall", "ranks", "kills")
 MEMORY = Path("/dev/shm")
 LINK_MB_S = 48
 START_S = 0.001
@@ -139,6 +146,57 @@ async def stall(megabytes: int) -> dict[str, float]:
     return {"first_s": seconds[0], "later_s": min(seconds[1:]), "gigabytes": count / 1e9}
 
 
+def _on_a_rank(folder: str, rounds: int) -> dict[str, float]:
+    """Seconds in which this rank of a trainer is held: by rank 0's gathering everything into its memory, and by each
+    rank's offering what it has. In turn, the best of each."""
+    import torch
+    import torch.distributed as dist
+
+    from asyncrl.config import ModelConfig, Recipe
+    from asyncrl.train.rank import Rank
+
+    rank = Rank(Recipe(model=ModelConfig(path=folder, dtype="bfloat16")), folder, torch.device("cpu"))
+    first = dist.get_rank() == 0
+    memory = mmap.mmap(-1, rank.weights.nbytes)
+    gathered, offered = [], []
+    for _ in range(rounds + 1):
+        dist.barrier()
+        began, offset = time.perf_counter(), 0
+        for bucket in rank.gather(keep=first):
+            for tensor in bucket.values():
+                copy = torch.frombuffer(memory, dtype=torch.uint8, count=tensor.nbytes, offset=offset)
+                copy.copy_(tensor.reshape(-1).view(torch.uint8))
+                offset += tensor.nbytes
+        dist.barrier()
+        gathered.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        rank.offer(0)
+        offered.append(time.perf_counter() - began)
+    return {"gathered_s": min(gathered[1:]), "offered_s": min(offered[1:]), "gigabytes": rank.weights.nbytes / 1e9}
+
+
+def ranks(rounds: int) -> dict[str, float]:
+    """Two of them, on this machine's loopback by gloo; the first round is not counted."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from tests.train.ranks import on_ranks
+
+    config = Qwen3Config(
+        vocab_size=32_000,
+        hidden_size=768,
+        intermediate_size=2304,
+        num_hidden_layers=8,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        Qwen3ForCausalLM(config).save_pretrained(folder)
+        row = on_ranks(2, _on_a_rank, folder, rounds)[0]
+    return row | {"gathered_over_offered": row["gathered_s"] / row["offered_s"]}
+
+
 async def kills(count: int, megabytes: float, seed: int) -> dict[str, Any]:
     """Corrupt weights would raise in ``PlayedServer.load_from_disk``."""
     rng, relays, loop = random.Random(seed), 4, asyncio.get_running_loop()
@@ -172,6 +230,7 @@ async def kills(count: int, megabytes: float, seed: int) -> dict[str, Any]:
             await w.until(lambda v=w.urls[victim], n=version: v in states and states[v].versions == [n - 1, n])
             await w.transport.deliver(w.engines(victim), version)
     return {
+        "seed": seed,
         "kills": count,
         "in_mid_broadcast": middle,
         "corrupt_loads": 0,
@@ -187,6 +246,10 @@ def _spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(ordered), "p95": ordered[int(0.95 * len(ordered))], "max": ordered[-1]}
 
 
+def _judge(what: str, holds: bool) -> None:
+    print(f"{'ok' if holds else 'MISSED':8} {what}", flush=True)
+
+
 def _show(part: str, row: dict[str, Any]) -> None:
     print(f"{part:8}", json.dumps(row, default=str), flush=True)
 
@@ -195,13 +258,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="less of everything")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    parser.add_argument("--kills", type=int, default=100, metavar="N")
+    parser.add_argument("--kills", type=int, default=10, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", metavar="PART,…", help="hop, chain, paced, chunks, stall, kills")
+    parser.add_argument("--only", default="", metavar="PART,…", help=", ".join(PARTS))
     args = parser.parse_args()
-    wanted = set(args.only.split(",")) if args.only else {"hop", "chain", "paced", "chunks", "stall", "kills"}
+    wanted = set(args.only.split(",")) if args.only else set(PARTS) - {"kills"}
+    if unknown := wanted - set(PARTS):
+        parser.error(f"--only {', '.join(sorted(unknown))}: choose of {', '.join(PARTS)}")
     megabytes, rounds = (64, 2) if args.quick else (256, 3)
-    found: dict[str, Any] = {"megabytes": megabytes, "cores": os.cpu_count()}
+    found: dict[str, Any] = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
+    found |= {"megabytes": megabytes, "cores": os.cpu_count()}
 
     if "hop" in wanted:
         # In turn, as other work on the machine comes and goes.
@@ -214,6 +280,7 @@ def main() -> None:
         found["ceiling"], found["hop"] = ceiling, hop | {"of_ceiling": hop["gb_s"] / ceiling["gb_s"]}
         _show("ceiling", found["ceiling"])
         _show("hop", found["hop"])
+        _judge(f"a hop reaches {found['hop']['of_ceiling']:.0%} of the ceiling", found["hop"]["of_ceiling"] >= 0.8)
     if "chain" in wanted:
         found["chain"] = [asyncio.run(broadcast(n, megabytes / 2, rounds, chunk_mb=8)) for n in (1, 2, 4, 8)]
         for row in found["chain"]:
@@ -221,9 +288,11 @@ def main() -> None:
             _show("chain", row)
     paced = {"max_mb_s": LINK_MB_S, "megabytes": 24 if args.quick else 48}
     if "paced" in wanted:
-        found["paced"] = [asyncio.run(broadcast(n, rounds=rounds, chunk_mb=1, **paced)) for n in (1, 2, 4, 8)]
+        found["paced"] = [asyncio.run(broadcast(n, rounds=rounds, chunk_mb=1, **paced)) for n in (2, 4, 8)]
         for row in found["paced"]:
             _show("paced", row)
+        growth = found["paced"][-1]["seconds"] / found["paced"][0]["seconds"]
+        _judge(f"8 relays take {growth:.2f} times as long as 2, at {LINK_MB_S} MB/s a link", growth <= 1.25)
     if "chunks" in wanted:
         found["chunks"] = []
         for chunk in (1, 4, 16) if args.quick else (1, 2, 4, 8, 16, 48):
@@ -236,9 +305,16 @@ def main() -> None:
     if "stall" in wanted:
         found["stall"] = asyncio.run(stall(megabytes))
         _show("stall", found["stall"])
+    if "ranks" in wanted:
+        found["ranks"] = ranks(rounds)
+        _show("ranks", found["ranks"])
+        _judge("each rank's offering its share holds the trainer less", found["ranks"]["gathered_over_offered"] > 1)
     if "kills" in wanted:
-        found["kills"] = asyncio.run(kills(10 if args.quick else args.kills, 32, args.seed))
-        _show("kills", found["kills"])
+        row = asyncio.run(kills(args.kills, 32, args.seed))
+        found["kills"] = [*(old for old in found.get("kills", []) if old["seed"] != args.seed), row]
+        _show("kills", row)
+        _judge("nothing corrupt was loaded, nothing sent twice", row["corrupt_loads"] == row["bytes_sent_twice"] == 0)
+        _judge("the chain was rebuilt within a second", row["noticed_s"]["max"] < 1)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -364,7 +364,8 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
     """What a relay has of a version before it gives it on."""
     link: Literal["tcp", "nixl"] = "tcp"
     """How weights travel from the trainer to relays and between them. ``nixl``: by RDMA, where trainer and relays have
-    NIXL (pip install nixl) and a network that does it; elsewhere by UCX's TCP or shared memory."""
+    NIXL (pip install nixl) and a network that does it; elsewhere by UCX's TCP or shared memory. NIXL's own
+    connections ask for no token: they belong into a trusted network (weights/nixl.py)."""
 
 
 class RunConfig(Section, frozen=True, kw_only=True):

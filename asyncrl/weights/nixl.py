@@ -98,8 +98,12 @@ class Reader:
         self._regions = agent.get_reg_descs([(self._address, BUFFER_BYTES, 0, "")], "DRAM")
         try:
             agent.register_memory(self._regions, backends=["UCX"])
-            self._giver = agent.add_remote_agent(door.agent)
         except Exception as error:  # NIXL's have no base of their own
+            raise LinkBroken(f"NIXL cannot register memory: {error}") from None
+        try:
+            self._giver = agent.add_remote_agent(door.agent)
+        except Exception as error:
+            agent.deregister_memory(self._regions, backends=["UCX"])
             raise LinkBroken(f"NIXL cannot connect: {error}") from None
 
     async def receive_into(self, start: int, view: memoryview) -> int:

@@ -11,14 +11,11 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
+from safetensors import numpy
+from weights.relays import world
 
-from asyncrl.checksum import checksum
-from asyncrl.core.manifest import Manifest, TensorInfo
 from asyncrl.ports import Chunk, Engine, EngineError, EngineLoad, EngineRejected, GenerateRequest
 from asyncrl.weights.sender import UpdateGroup
-from asyncrl.weights.store import Store
 
 from .rigs import MAX_RUNNING, MAX_TOKENS, PROMPT, STREAM_INTERVAL, Models, Rig
 from .tiny_model import CONTEXT, EOS, greedy, logprobs, weights
@@ -453,26 +450,16 @@ async def test_weights_from_disk_are_served_whole_and_nothing_of_the_old_ones(en
 
 
 @pytest.mark.needs("reference")
-async def test_a_folder_as_relays_keep_it_has_all_that_a_load_needs(
-    engine: Engine, models: Models, tmp_path: Path
-) -> None:
-    """The safetensors file and the manifest: no configuration, no tokenizer."""
-    weights = load_file(models.second / "model.safetensors")
-    infos = [
-        TensorInfo(name=name, shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."))
-        for name, t in weights.items()
-    ]
-    manifest = Manifest(version=1, tensors=tuple(infos), checksums={n: checksum(t) for n, t in weights.items()})
-    with Store(tmp_path, "x") as store:
-        incoming = store.begin(manifest)
-        incoming.write(memoryview(incoming.layout.header))
-        for place in incoming.layout.places:
-            data = weights[place.tensor.name].reshape(-1).view(torch.uint8).numpy()
-            incoming.write(memoryview(data))
-        store.complete(incoming)
+async def test_what_came_down_a_chain_of_relays_is_served(engine: Engine, models: Models, tmp_path: Path) -> None:
+    """From the folder in its host's memory: the safetensors file and the manifest, no configuration, no tokenizer."""
+    weights = numpy.load_file(models.second / "model.safetensors")
+    async with world(tmp_path, 2, megabytes=0, weights=lambda version: weights) as relays:
+        relays.hosts[engine.name] = relays.urls[1]
+        await relays.transport.prepare(1)
+        await relays.transport.arrive([engine], 1)
         async with restored(engine, models):
             await engine.pause()
-            await engine.load_from_disk(str(store.folder / "v1"), 1)
+            await relays.transport.deliver([engine], 1)
             await engine.resume()
             reply = await generate(engine, ask(tokens=24))
     assert reply.ids == greedy(models.second, PROMPT, 24)

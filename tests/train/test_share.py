@@ -18,7 +18,7 @@ from asyncrl.checksum import checksum
 from asyncrl.config import ModelConfig, Recipe, TrainerConfig
 from asyncrl.core.manifest import Manifest, TensorInfo
 from asyncrl.core.weight_file import lay_out
-from asyncrl.train import model
+from asyncrl.train import model, worker
 from asyncrl.train.rank import Offered, Rank
 from asyncrl.train.share import plan_pieces, spans_of
 from asyncrl.weights.link import Source, connect
@@ -119,3 +119,12 @@ def test_one_rank_that_cannot_listen_is_an_answer_on_all_and_holds_up_none(model
     for first, second in on_ranks(2, cannot_listen, str(model_folder)):
         assert first[0].address and "192.0.2.1" in first[1].error
         assert all(one.address for one in second)
+
+
+def test_a_rank_on_another_machine_listens_where_it_reaches_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "9")
+    monkeypatch.setenv("GROUP_RANK", "0")
+    assert worker._address("10.1.2.3") == "10.1.2.3"
+    monkeypatch.setenv("GROUP_RANK", "1")
+    assert worker._address("10.1.2.3") == "127.0.0.1"

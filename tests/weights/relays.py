@@ -22,9 +22,10 @@ from asyncrl.weights.relay_transport import RelayTransport
 from asyncrl.wire import RelayState
 
 T = TypeVar("T")
+Tensors = Mapping[str, np.ndarray[Any, Any]]
 
 
-def tensors(version: int, megabytes: float) -> dict[str, np.ndarray[Any, Any]]:
+def tensors(version: int, megabytes: float) -> Tensors:
     """Five tensors, ``megabytes`` together, that differ from those of any other version."""
     rng = np.random.default_rng(version)
     count = int(megabytes * 2**20 / 4 / 5)
@@ -32,10 +33,10 @@ def tensors(version: int, megabytes: float) -> dict[str, np.ndarray[Any, Any]]:
 
 
 class PlayedTrainer:
-    """What ``RelayTransport`` asks of the trainer's client."""
+    """What ``RelayTransport`` asks of the trainer's client. ``weights`` are those of a version."""
 
-    def __init__(self, megabytes: float) -> None:
-        self.megabytes = megabytes
+    def __init__(self, weights: Callable[[int], Tensors]) -> None:
+        self.weights = weights
         self.outlet = Outlet("127.0.0.1")
         self.published: list[int] = []
 
@@ -44,8 +45,8 @@ class PlayedTrainer:
         return [f"127.0.0.1:{self.outlet.port}"]
 
     async def publish(self, version: int, transport: str, path: str = "") -> Mapping[str, float]:
-        data = tensors(version, self.megabytes)
-        infos = tuple(TensorInfo(name=name, shape=tensor.shape, dtype="int32") for name, tensor in data.items())
+        data = self.weights(version)
+        infos = tuple(TensorInfo(name=name, shape=t.shape, dtype=str(t.dtype)) for name, t in data.items())
         manifest = Manifest(version=version, tensors=infos)
         layout, memory = self.outlet.begin(manifest)
         for place in layout.places:
@@ -106,6 +107,7 @@ class World:
         max_mb_s: int = 0,
         silence_s: float = 10.0,
         link: str = "tcp",
+        weights: Callable[[int], Tensors] | None = None,
     ) -> None:
         self.memory = memory
         self.chunk_mb = chunk_mb
@@ -113,14 +115,15 @@ class World:
         self.ports = [free_port() for _ in range(relays)]
         self.urls = [f"http://127.0.0.1:{port}" for port in self.ports]
         self.processes: dict[int, asyncio.subprocess.Process] = {}
-        self.trainer = PlayedTrainer(megabytes)
+        self.trainer = PlayedTrainer(weights or (lambda version: tensors(version, megabytes)))
         self.servers = [PlayedServer(f"s{i}", megabytes) for i in range(relays)]
+        self.hosts = {server.name: url for server, url in zip(self.servers, self.urls, strict=True)}
         self.notes: list[str] = []
         self.seen = Seen()
         self.transport = RelayTransport(
             self.trainer,
             self.urls,
-            {server.name: url for server, url in zip(self.servers, self.urls, strict=True)},
+            self.hosts,
             keep=keep,
             run="test",
             timeout_s=60.0,

@@ -39,7 +39,7 @@ def listener() -> socket.socket:
 
 async def published(version: int) -> tuple[Manifest, bytes]:
     """A version with its checksums, and its file."""
-    trainer = PlayedTrainer(MEGABYTES)
+    trainer = PlayedTrainer(lambda version: tensors(version, MEGABYTES))
     await trainer.publish(version, "relay")
     with await connect(f"127.0.0.1:{trainer.outlet.port}") as sock:
         await asyncio.get_running_loop().sock_sendall(sock, frame(FetchReq(run="", version=version, offset=0)))
@@ -365,7 +365,7 @@ def test_a_memory_that_is_not_there_is_one_line(tmp_path: Path) -> None:
 
 
 async def test_the_outlet_offers_one_version_and_cuts_off_who_takes_the_one_before(tmp_path: Path) -> None:
-    trainer = PlayedTrainer(16)
+    trainer = PlayedTrainer(lambda version: tensors(version, 16))
     loop = asyncio.get_running_loop()
     for version in (1, 2):
         await trainer.publish(version, "relay")
