@@ -13,10 +13,12 @@ from typing import Any
 import msgspec
 
 from asyncrl.build.budget import BudgetKeeper
+from asyncrl.build.experience import blamed, make_experience
 from asyncrl.build.profile import cost_of
 from asyncrl.config import AlgorithmConfig, EnvConfig, Recipe, RecipeError
 from asyncrl.core.advantage import Advantage, Advantages
 from asyncrl.core.coordinator import Coordinator
+from asyncrl.core.experience import Sampler, Writer
 from asyncrl.core.journal import NOTHING, Noted, Saved
 from asyncrl.core.policy.migration import Limits
 from asyncrl.core.policy.own_batch import Batches
@@ -79,6 +81,8 @@ class World(msgspec.Struct, kw_only=True):
     saved: Saved = NOTHING
     """Where another process left the run."""
     own_advantage: Callable[[Batch], Any] | None = None
+    own_sampler: Sampler | None = None
+    own_writer: Writer | None = None
     services: Sequence[Service] = ()
     note: Callable[[str], None] = lambda text: None
     """Prints a line for the user."""
@@ -126,6 +130,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         bound=float(saved.notes.get("bound", recipe.staleness.bound)),
         queue=recipe.staleness.queue,
         redundant=recipe.rollout.max_additional_running_prompts,
+        reuse=recipe.buffer.reuse,
         step=consumed,
     )
     keeper = None
@@ -174,6 +179,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         total_groups=(recipe.run.steps - consumed) * rollout.batch_groups,
         store=world.store,
         saved=saved,
+        experience=make_experience(recipe, world.own_sampler, world.own_writer),
     )
     if keeper is not None:
         keeper.begin(buffer.keep_idle)
@@ -328,6 +334,7 @@ def _fixed(recipe: Recipe) -> dict[str, float | str]:
         "rollout.batch_groups": rollout.batch_groups,
         "rollout.group_size": rollout.group_size,
         "rollout.max_additional_running_prompts": rollout.max_additional_running_prompts,
+        "buffer.reuse": recipe.buffer.reuse,
     }
 
 
@@ -406,10 +413,7 @@ def _blaming(config: AlgorithmConfig, estimator: Advantages) -> Callable[[Batch]
     """A user's estimator, whose failure is a ``RecipeError``."""
 
     def compute(batch: Batch) -> Sequence[Advantage]:
-        try:
+        with blamed(f"algorithm.advantage: {config.advantage}"):
             return estimator.compute(batch)
-        except Exception as error:
-            what = " ".join(str(error).split()) or type(error).__name__
-            raise RecipeError(f"algorithm.advantage: {config.advantage}: {what}") from error
 
     return compute

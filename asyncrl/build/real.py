@@ -70,6 +70,8 @@ async def train(
     """
     environments = load_environments(recipe)
     own_advantage = load_own(recipe.algorithm.advantage, "algorithm.advantage")
+    own_sampler = load_own(recipe.buffer.sampler, "buffer.sampler")
+    own_writer = load_own(recipe.buffer.writer, "buffer.writer")
     token = checked_token(recipe)
     allow_files(recipe, len(recipe.engine.urls) or recipe.engine.count)
     await set_up(recipe, out)
@@ -282,6 +284,8 @@ async def train(
         store=store,
         saved=saved,
         own_advantage=own_advantage,
+        own_sampler=own_sampler,
+        own_writer=own_writer,
         gateway=gateway,
         services=[
             *services,

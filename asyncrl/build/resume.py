@@ -36,7 +36,12 @@ def restore(store: Store, point: ResumePoint) -> tuple[Saved, Resumed]:
     if point.back:
         saved = msgspec.structs.replace(saved, tasks_done=entry.tasks, baseline=entry.baseline)
         return saved, Resumed(version=version, at=entry.at)
-    live = {slot.trajectory_id for group in saved.groups for slot in group.slots if slot.live or slot.trajectory}
+    live = {
+        slot.trajectory_id
+        for group in saved.groups
+        for slot in group.slots
+        if not group.uses and (slot.live or slot.trajectory)
+    }
 
     def has_ended(trajectory: int) -> bool:
         return trajectory < saved.next_trajectory and trajectory not in live

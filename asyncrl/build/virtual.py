@@ -82,6 +82,7 @@ async def simulated(
         observer or trace,
         limit=recipe.staleness.limit,
         one_version=recipe.one_version,
+        reuse=recipe.buffer.reuse,
         first=saved.version,
         stall_s=sim.stall_s,
     )
@@ -167,6 +168,8 @@ async def simulated(
         store=store or NoStore(),
         saved=saved,
         own_advantage=load_own(recipe.algorithm.advantage, "algorithm.advantage"),
+        own_sampler=load_own(recipe.buffer.sampler, "buffer.sampler"),
+        own_writer=load_own(recipe.buffer.writer, "buffer.writer"),
         services=[faults.run, checked.watch, keep, *services],
     )
     run = await assemble(recipe, world)

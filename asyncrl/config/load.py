@@ -19,6 +19,7 @@ import msgspec
 
 from asyncrl.config.algorithm import check_algorithm
 from asyncrl.config.base import RecipeError, Section, require
+from asyncrl.config.buffer import check_buffer
 from asyncrl.config.coordination import check_coordination
 from asyncrl.config.kv import check_kv
 from asyncrl.config.recipe import Recipe, Source
@@ -282,6 +283,7 @@ def check(recipe: Recipe) -> None:
     )
     check_coordination(recipe)
     check_kv(e)
+    check_buffer(recipe)
     share = recipe.run.eval_share
     require(0 < share <= 1, "run.eval_share", share, "is a share, more than 0 and at most 1")
     require(
@@ -432,6 +434,7 @@ def _resolve_paths(recipe: Recipe, folder: Path) -> Recipe:
             reference=absolute(recipe.algorithm.reference),
             critic_path=absolute(recipe.algorithm.critic_path),
         ),
+        buffer=replace(recipe.buffer, sampler=target(recipe.buffer.sampler), writer=target(recipe.buffer.writer)),
         weights=replace(recipe.weights, folder=absolute(recipe.weights.folder)),
     )
 

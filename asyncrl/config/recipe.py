@@ -12,6 +12,7 @@ import msgspec
 
 from asyncrl.config.algorithm import AlgorithmConfig
 from asyncrl.config.base import Section
+from asyncrl.config.buffer import BufferConfig
 from asyncrl.config.virtual import SimConfig
 
 
@@ -414,6 +415,7 @@ class Recipe(Section, frozen=True, kw_only=True):
     rollout: RolloutConfig = RolloutConfig()
     gateway: GatewayConfig = GatewayConfig()
     staleness: StalenessConfig = StalenessConfig()
+    buffer: BufferConfig = BufferConfig()
     update: UpdateConfig = UpdateConfig()
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()

@@ -6,7 +6,7 @@ goes on from its last record: a finished turn, or a piece of one.
 
 The states of a group::
 
-    open ──▶ ready ──▶ consumed | surplus | aborted
+    open ──▶ ready ──▶ consumed | surplus | aborted      ready ──▶ used ──▶ consumed    (where samples are reused)
       └────▶ filtered | surplus | aborted
 """
 
@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from asyncrl.core.advantage import Advantage
+from asyncrl.core.experience import Generated
 from asyncrl.core.types import Batch, Record, Task, Trajectory, Turn
 
 # --- told -------------------------------------------------------------------------------------------------------------
@@ -40,9 +41,11 @@ class GroupStarted(Record, frozen=True, kw_only=True):
 
 
 class GroupReady(Record, frozen=True, kw_only=True):
-    """Complete: it waits for its batch, behind those that were ready before."""
+    """Complete: it waits for its batch, behind those that were ready before. ``rewards`` are what the writer made of
+    those of these trajectories."""
 
     group: int
+    rewards: Mapping[int, float] = {}
 
 
 class GroupEnded(Record, frozen=True, kw_only=True):
@@ -88,9 +91,17 @@ class Ended(Record, frozen=True, kw_only=True):
 
 
 class BatchTaken(Record, frozen=True, kw_only=True):
-    """Step ``step`` consumes these groups."""
+    """Step ``step`` is trained on these groups. Those ``again`` of them may be used once more: they wait, in this
+    order, behind all that do."""
 
     step: int
+    groups: tuple[int, ...]
+    again: tuple[int, ...] = ()
+
+
+class Spent(Record, frozen=True, kw_only=True):
+    """These groups were used, and are not used again."""
+
     groups: tuple[int, ...]
 
 
@@ -135,6 +146,7 @@ Entry = (
     | Scored
     | Ended
     | BatchTaken
+    | Spent
     | Given
     | Trained
     | Checkpointed
@@ -146,24 +158,28 @@ Entry = (
 
 class SavedSlot(Record, frozen=True, kw_only=True):
     """One place in a group that is not consumed. ``attempt`` counts the trajectories before this one. It has ended with
-    ``trajectory``, or it has failed (not ``live``), or it goes on after ``turns`` with the tokens of ``partial``."""
+    ``trajectory``, of which ``generated`` tells when its tokens are not in memory, or it has failed (not ``live``), or
+    it goes on after ``turns`` with the tokens of ``partial``."""
 
     trajectory_id: int
     attempt: int
     live: bool
     trajectory: Trajectory | None = None
+    generated: Generated | None = None
     turns: tuple[Turn, ...] = ()
     partial: Turn | None = None
 
 
 class SavedGroup(Record, frozen=True, kw_only=True):
-    """``v_traj`` is None where no server had generated for it."""
+    """``v_traj`` is None where no server had generated for it. ``ready``: it is complete, and was trained on ``uses``
+    times."""
 
     id: int
     task: Task
     v_traj: int | None
     deadline: int | None
     ready: bool
+    uses: int = 0
     slots: tuple[SavedSlot, ...]
 
 
@@ -184,8 +200,8 @@ class SavedStep(Record, frozen=True, kw_only=True):
 
 
 class Saved(Record, frozen=True, kw_only=True):
-    """Where a run stands. ``groups`` are the open ones, by number, and then the ready ones in their order.
-    ``final`` counts trajectories by final state and reason."""
+    """Where a run stands. ``groups`` are the open ones, by number, then the ready ones and then the used ones in their
+    order. ``final`` counts trajectories by final state and reason, ``uses`` how often any was trained on."""
 
     life: int = 0
     """How often the run was begun before."""
@@ -200,6 +216,7 @@ class Saved(Record, frozen=True, kw_only=True):
     next_group: int = 0
     next_trajectory: int = 0
     final: Mapping[tuple[str, str], int] = {}
+    uses: int = 0
     filtered: int = 0
     retried: int = 0
     failed_task: int = 0

@@ -8,6 +8,10 @@ raise ``LedgerError`` and change nothing. Owned by the SampleBuffer; read by met
         └────────────┴─────────┴──────────┴──────────┴──▶ surplus | failed | aborted
 
 Conservation: reserved ever = live now + Σ final states; at the end of a run live is 0 (``check_balanced``).
+
+A trajectory is consumed once, whatever comes: when it is first trained. Where samples are reused, each further use is
+counted (``use_again``), and the law of uses holds: a consumed trajectory has 1 … ``reuse`` uses, any other none, so
+consumed ≤ uses ≤ reuse · consumed, and the uses are the trajectories of all batches, each as often as it was in one.
 """
 
 from __future__ import annotations
@@ -57,9 +61,14 @@ class LedgerError(Exception):
 
 
 class Ledger:
-    """States of all live trajectories and counts of all final ones. O(1) a transition; final ones are forgotten."""
+    """States of all live trajectories and counts of all final ones. O(1) a transition; final ones are forgotten, but
+    those that may be trained again, up to ``reuse`` times."""
 
-    def __init__(self) -> None:
+    def __init__(self, reuse: int = 1) -> None:
+        self._reuse = reuse
+        self._uses = 0
+        self._again: dict[int, int] = {}
+        """Consumed trajectory that may be used again → its uses."""
         self._live: dict[int, State] = {}
         self._last_id = -1
         self._reserved = 0
@@ -74,8 +83,17 @@ class Ledger:
         self._live[trajectory_id] = State.RESERVED
         self._reserved += 1
 
-    def restore(self, final: Mapping[tuple[str, str], int], live: Mapping[int, State], last_id: int) -> None:
-        """The books of the run that goes on here: counts by final state and reason, and what is not final."""
+    def restore(
+        self,
+        final: Mapping[tuple[str, str], int],
+        live: Mapping[int, State],
+        last_id: int,
+        *,
+        uses: int = 0,
+        again: Mapping[int, int] | None = None,
+    ) -> None:
+        """The books of the run that goes on here: counts by final state and reason, what is not final, ``uses`` of
+        whatever was consumed, and those of what may be used ``again``."""
         for (state, reason), count in final.items():
             self._final[State(state)] += count
             if reason:
@@ -83,6 +101,8 @@ class Ledger:
         self._live = dict(sorted(live.items()))
         self._last_id = last_id
         self._reserved = len(live) + self._final.total()
+        self._uses = uses
+        self._again = dict(again or {})
 
     def move(self, trajectory_id: int, to: State, reason: str = "") -> None:
         """One transition. ``reason`` is counted for final states."""
@@ -96,8 +116,32 @@ class Ledger:
             self._final[to] += 1
             if reason:
                 self._reasons[to, reason] += 1
+            if to is State.CONSUMED:
+                self._uses += 1
+                if self._reuse > 1:
+                    self._again[trajectory_id] = 1
         else:
             self._live[trajectory_id] = to
+
+    def use_again(self, trajectory_id: int) -> None:
+        """A consumed trajectory is trained once more."""
+        uses = self._again.get(trajectory_id)
+        if uses is None:
+            raise LedgerError(f"trajectory {trajectory_id} cannot be used again: it was not consumed, or is spent")
+        if uses >= self._reuse:
+            raise LedgerError(f"trajectory {trajectory_id} was used {uses} times already, the most there may be")
+        self._again[trajectory_id] = uses + 1
+        self._uses += 1
+
+    def spend(self, trajectory_id: int) -> None:
+        """A consumed trajectory is not used again."""
+        if self._again.pop(trajectory_id, None) is None:
+            raise LedgerError(f"trajectory {trajectory_id} is not one that could be used again")
+
+    @property
+    def uses(self) -> int:
+        """How often trajectories were trained on, each use counted."""
+        return self._uses
 
     def state(self, trajectory_id: int) -> State | None:
         """The state of a live trajectory; None once it is final."""
@@ -120,10 +164,14 @@ class Ledger:
         return table
 
     def check_conserved(self) -> None:
-        """Raises ``LedgerError`` unless every trajectory ever reserved is live or final exactly once."""
+        """Raises ``LedgerError`` unless every trajectory ever reserved is live or final exactly once, and the uses are
+        such as the consumed ones can have."""
         accounted = len(self._live) + self._final.total()
         if accounted != self._reserved:
             raise LedgerError(f"{self._reserved} trajectories were reserved but {accounted} are accounted for")
+        consumed = self._final[State.CONSUMED]
+        if not consumed <= self._uses <= self._reuse * consumed:
+            raise LedgerError(f"{consumed} trajectories were consumed, but used {self._uses} times")
 
     def check_balanced(self) -> None:
         """At the end of a run: conserved, and none live."""
@@ -131,6 +179,8 @@ class Ledger:
         if self._live:
             some = ", ".join(f"{i} {s}" for i, s in list(self._live.items())[:5])
             raise LedgerError(f"{len(self._live)} trajectories never reached a final state ({some})")
+        if self._again:
+            raise LedgerError(f"{len(self._again)} trajectories still wait to be used again")
 
     def __repr__(self) -> str:
         return f"<Ledger {', '.join(f'{k} {v}' for k, v in self.counts().items() if v)}>"

@@ -96,13 +96,20 @@ class Trajectory(Record, frozen=True, kw_only=True):
             raise ValueError(
                 f"trajectory {self.id}: {len(self.turn_rewards)} rewards of turns, but {len(self.turn_ends)} turns"
             )
-        if self.segment_ends and self.segment_ends[-1] != n:
+        if n and self.segment_ends and self.segment_ends[-1] != n:  # with 0 its tokens wait on the disk
             raise ValueError(f"trajectory {self.id}: the segments end at {self.segment_ends[-1]}, not at {n} tokens")
 
     @property
     def generated(self) -> int:
         """Number of tokens that the policy generated."""
         return self.loss_mask.tobytes().count(1)
+
+    def rewarded(self, reward: float) -> Trajectory:
+        """With this reward; what it is more or less than before comes with the last turn."""
+        turns = list(self.turn_rewards)
+        if turns:
+            turns[-1] += reward - self.reward
+        return msgspec.structs.replace(self, reward=reward, turn_rewards=tuple(turns))
 
 
 class Group(Record, frozen=True, kw_only=True):

@@ -12,15 +12,17 @@ from pathlib import Path
 from asyncrl.observe.run_dir import RunDirError
 
 STORE = "run.db"
-SCHEMA = 1
+SCHEMA = 2
 
 TABLES = """
 CREATE TABLE groups (
     id INTEGER PRIMARY KEY, source TEXT, task TEXT, tasks_done INTEGER, v_traj INTEGER, deadline INTEGER,
-    state TEXT, reason TEXT, step INTEGER, position INTEGER  -- among the ready ones; in its batch once consumed
+    state TEXT, reason TEXT, step INTEGER, position INTEGER  -- its first step; its place among those that wait
 );
-CREATE INDEX groups_live ON groups (state) WHERE state IN ('open', 'ready');
+CREATE INDEX groups_live ON groups (state) WHERE state IN ('open', 'ready', 'used');
 CREATE INDEX groups_step ON groups (step) WHERE step IS NOT NULL;
+CREATE TABLE uses (step INTEGER, position INTEGER, group_id INTEGER, PRIMARY KEY (step, position)) WITHOUT ROWID;
+CREATE INDEX uses_group ON uses (group_id);
 CREATE TABLE trajectories (
     id INTEGER PRIMARY KEY, group_id INTEGER, member INTEGER, attempt INTEGER, state TEXT, reason TEXT, infra INTEGER,
     reward REAL, turns INTEGER, tokens INTEGER, finish_reason TEXT, payload TEXT
@@ -45,7 +47,7 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
         db = sqlite3.connect(name, uri=read_only, check_same_thread=False)
         try:
             (schema,) = db.execute("PRAGMA user_version").fetchone()
-            if schema > SCHEMA:
+            if schema not in (0, SCHEMA):
                 raise RunDirError(
                     f"{path}: schema {schema}, but this version of asyncrl reads {SCHEMA}; use the one that made it"
                 )

@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from asyncrl.core.experience import generated
 from asyncrl.core.journal import Saved, SavedGroup, SavedSlot, SavedStep, Work, joined
 from asyncrl.core.types import Batch, Group, Task, Trajectory, Turn
 from asyncrl.observe.database import WHOLE
@@ -65,6 +66,9 @@ class Reader:
             "count(*) FILTER (WHERE state = 'failed'), count(*) FILTER (WHERE state = 'failed' AND infra) "
             "FROM trajectories"
         )
+        [(uses,)] = db.execute(
+            "SELECT count(*) FROM uses JOIN trajectories USING (group_id) WHERE trajectories.state = 'consumed'"
+        )
         done = db.execute("SELECT tasks_done FROM groups WHERE id = ?", (groups - 1,)).fetchone()
         notes = dict(db.execute("SELECT key, value FROM notes"))
         return Saved(
@@ -77,6 +81,7 @@ class Reader:
             next_group=groups,
             next_trajectory=trajectories,
             final={(state, reason): count for state, reason, count in final},
+            uses=uses,
             filtered=filtered,
             retried=retried,
             failed_task=failed - failed_infra,
@@ -102,7 +107,9 @@ class Reader:
 
     def _batch(self, step: int) -> Batch:
         rows = self._db.execute(
-            "SELECT id, source, task, v_traj FROM groups WHERE step = ? ORDER BY position", (step,)
+            "SELECT id, source, task, v_traj FROM uses JOIN groups ON id = group_id WHERE uses.step = ? "
+            "ORDER BY uses.position",
+            (step,),
         ).fetchall()
         groups = [
             Group(
@@ -110,9 +117,10 @@ class Reader:
                 task=self._task(source, task),
                 v_traj=v_traj,
                 trajectories=tuple(
-                    self._trajectory(payload)
-                    for (payload,) in self._db.execute(
-                        "SELECT payload FROM trajectories WHERE group_id = ? AND state = 'consumed' ORDER BY member",
+                    self._trajectory(payload, reward)
+                    for payload, reward in self._db.execute(
+                        "SELECT payload, reward FROM trajectories WHERE group_id = ? AND state = 'consumed' "
+                        "ORDER BY member",
                         (group,),
                     )
                 ),
@@ -125,12 +133,13 @@ class Reader:
 
     def _groups(self) -> Iterator[SavedGroup]:
         rows = self._db.execute(
-            "SELECT id, source, task, v_traj, deadline, state = 'ready' FROM groups WHERE state IN ('open', 'ready') "
-            "ORDER BY state, ifnull(position, id)"
+            "SELECT id, source, task, v_traj, deadline, state, (SELECT count(*) FROM uses WHERE group_id = id) "
+            "FROM groups WHERE state IN ('open', 'ready', 'used') ORDER BY state, ifnull(position, id)"
         ).fetchall()
-        for group, source, task, v_traj, deadline, ready in rows:
+        for group, source, task, v_traj, deadline, state, uses in rows:
             members = self._db.execute(
-                "SELECT id, member, attempt, state, payload FROM trajectories WHERE group_id = ? ORDER BY member, id",
+                "SELECT id, member, attempt, state, payload, reward FROM trajectories WHERE group_id = ? "
+                "ORDER BY member, id",
                 (group,),
             ).fetchall()
             newest = [list(attempts)[-1] for _, attempts in groupby(members, lambda row: row[1])]
@@ -139,23 +148,27 @@ class Reader:
                 task=self._task(source, task),
                 v_traj=v_traj,
                 deadline=deadline,
-                ready=bool(ready),
-                slots=tuple(
-                    self._slot(number, attempt, state, payload) for number, _, attempt, state, payload in newest
-                ),
+                ready=state != "open",
+                uses=uses,
+                slots=tuple(self._slot(*row) for row in newest),
             )
 
-    def _slot(self, number: int, attempt: int, state: str, payload: str | None) -> SavedSlot:
-        trajectory = None
-        if state == "scored" and payload:
-            trajectory = self._trajectory(payload)
-            self._on_scored(trajectory, payload)
+    def _slot(
+        self, number: int, _member: int, attempt: int, state: str, payload: str | None, reward: float | None
+    ) -> SavedSlot:
+        trajectory = told = None
+        if state in ("scored", "consumed") and payload:
+            trajectory = self._trajectory(payload, reward)
+            told = generated(trajectory)
+            if state == "scored":  # what was trained stays in memory
+                self._on_scored(trajectory, payload)
         turns, partial = turns_of(self._db, number, self._segments.read)
         return SavedSlot(
             trajectory_id=number,
             attempt=attempt,
             live=state == "live",
             trajectory=trajectory,
+            generated=told,
             turns=turns,
             partial=partial,
         )
@@ -165,8 +178,10 @@ class Reader:
     def _read(self, payload: str) -> Any:
         return decode(self._segments.read(payload))
 
-    def _trajectory(self, payload: str) -> Trajectory:
-        return Trajectory(**self._read(payload))
+    def _trajectory(self, payload: str, reward: float | None) -> Trajectory:
+        """With the reward that the writer gave it, if it did."""
+        trajectory = Trajectory(**self._read(payload))
+        return trajectory if reward in (None, trajectory.reward) else trajectory.rewarded(reward)
 
     def _task(self, source: str, name: str) -> Task:
         try:

@@ -76,7 +76,7 @@ class Store:
                 self._scored: deque[tuple[Trajectory, str]] = deque()
                 """Those that the last write has brought onto the disk, for the loop's thread."""
                 self._reader = Reader(self.path, self.db, self.segments, find_task, on_scored=self._found)
-                self._ready = self._scalar("SELECT max(position) FROM groups WHERE state = 'ready'") or 0
+                self._ready = self._scalar("SELECT max(position) FROM groups WHERE state IN ('ready', 'used')") or 0
         except BaseException:
             os.close(self._lock)
             raise
@@ -192,6 +192,8 @@ class Store:
             for (group,) in lost.fetchall():
                 self._end_group(group, "aborted", reason)
             db.execute("UPDATE groups SET step = NULL WHERE step >= ?", (version,))
+            db.execute("DELETE FROM uses WHERE step >= ?", (version,))
+            db.execute("UPDATE groups SET state = 'consumed' WHERE state = 'used'")
             db.execute("DELETE FROM steps WHERE step >= ?", (version,))
             for (payload,) in db.execute("DELETE FROM given WHERE step >= ? RETURNING payload", (version,)).fetchall():
                 self._free(payload)
@@ -272,19 +274,25 @@ class Store:
                 case journal.GroupReady():
                     self._ready += 1
                     do("UPDATE groups SET state = 'ready', position = ? WHERE id = ?", (self._ready, entry.group))
+                    for number, reward in entry.rewards.items():
+                        do("UPDATE trajectories SET reward = ? WHERE id = ?", (reward, number))
                 case journal.GroupEnded():
                     self._end_group(entry.group, entry.state, entry.reason)
                 case journal.BatchTaken(step=step):
                     for position, group in enumerate(entry.groups):
-                        do(
-                            "UPDATE groups SET state = 'consumed', step = ?, position = ? WHERE id = ?",
-                            (step, position, group),
-                        )
+                        do("INSERT INTO uses VALUES (?, ?, ?)", (step, position, group))
+                        do("UPDATE groups SET state = 'consumed', step = ifnull(step, ?) WHERE id = ?", (step, group))
                         do(
                             "UPDATE trajectories SET state = 'consumed' WHERE group_id = ? AND state = 'scored'",
                             (group,),
                         )
+                    for group in entry.again:
+                        self._ready += 1
+                        do("UPDATE groups SET state = 'used', position = ? WHERE id = ?", (self._ready, group))
                     do("INSERT INTO steps (step) VALUES (?)", (step,))
+                case journal.Spent(groups=groups):
+                    for group in groups:
+                        do("UPDATE groups SET state = 'consumed' WHERE id = ?", (group,))
                 case journal.Given(step=step):
                     payload = self._payload((entry.groups, entry.advantages))
                     part = WHOLE if entry.part is None else entry.part
@@ -333,11 +341,12 @@ class Store:
             )
 
     def _drop_trained(self, version: int) -> None:
-        """A checkpoint has all steps before ``version``."""
+        """A checkpoint has all steps before ``version``; what is of these only is not needed any more."""
         rows = self.db.execute(
             "SELECT id, payload FROM trajectories WHERE payload IS NOT NULL AND group_id IN "
-            "(SELECT id FROM groups WHERE step < ?)",
-            (version,),
+            "(SELECT id FROM groups WHERE step < ? AND state = 'consumed') AND NOT EXISTS "
+            "(SELECT 1 FROM uses WHERE uses.group_id = trajectories.group_id AND uses.step >= ?)",
+            (version, version),
         ).fetchall()
         self.db.executemany("UPDATE trajectories SET payload = NULL WHERE id = ?", [(number,) for number, _ in rows])
         given = self.db.execute("DELETE FROM given WHERE step < ? RETURNING payload", (version,)).fetchall()

@@ -172,6 +172,7 @@ class AsyncController:
                     "occupied": snapshot.staleness.occupied,
                     "capacity": snapshot.staleness.capacity,
                     "filtered": snapshot.filtered,
+                    "reused": snapshot.reused,
                 },
                 envs={
                     "retried": snapshot.retried,

@@ -17,16 +17,18 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+from asyncrl.core.experience import generated
 from asyncrl.core.journal import NOTHING, Saved
 from asyncrl.core.ledger import Ledger, State
-from asyncrl.core.staleness.base import StalenessControl, StalenessSnapshot, StalenessViolation
+from asyncrl.core.staleness.base import SampledControl, StalenessControl, StalenessSnapshot, StalenessViolation
 from asyncrl.core.types import Batch, Group, Record, Trajectory
 from asyncrl.ports import NoStore, Observer, RunStore
 from asyncrl.runtime.accounts import Accounts
+from asyncrl.runtime.experience import Entry, Experience
 from asyncrl.runtime.lease import EpisodeLog, Lease
+from asyncrl.runtime.leases import Leases
 from asyncrl.runtime.open_group import OpenGroup, Slot
 from asyncrl.runtime.task_source import TaskMixture, TaskSource
 from asyncrl.runtime.trajectory_server import Start
@@ -41,6 +43,8 @@ class BufferSnapshot(Record, frozen=True, kw_only=True):
     version: int
     unclaimed: int
     filtered: int
+    reused: int
+    """Groups trained that had been before, each time counted."""
     retried: int
     failed_task: int
     failed_infra: int
@@ -84,9 +88,14 @@ class SampleBuffer:
         total_groups: int | None = None,
         store: RunStore | None = None,
         saved: Saved = NOTHING,
+        experience: Experience | None = None,
     ) -> None:
-        self._accounts = Accounts(observer, store or NoStore(), saved)
+        self._experience = experience or Experience()
+        self._accounts = Accounts(observer, store or NoStore(), saved, reuse=self._experience.reuse)
         self._control = control
+        self._sampled = control if isinstance(control, SampledControl) else None
+        if self._experience.sampler is not None and self._sampled is None:
+            raise ValueError(f"{control!r} trains groups in an order of its own, and takes no sampler")
         self._tasks = tasks
         self._group_size = group_size
         self._redundancy = group_size_redundancy
@@ -106,11 +115,7 @@ class SampleBuffer:
         self._open: dict[int, OpenGroup] = {}
         self._ended: dict[int, OpenGroup] = {}
         """Those of ``_open`` that are complete and wait for the end of their wave."""
-        self._ready: dict[int, Group] = {}
-        self._unclaimed: deque[Lease] = deque()
-        self._lessees: deque[asyncio.Future[Lease]] = deque()
-        self._idle = 0
-        """Lessees that are kept waiting: slots out of use."""
+        self._leases = Leases(begin=self._begin, admit=self._admit)
         self._batch_waiter: asyncio.Future[None] | None = None
         self._wanted = False
         """The train loop waits for its batch, or trains parts of it: it is taken the moment it is complete."""
@@ -135,14 +140,15 @@ class SampleBuffer:
     def _restore(self, saved: Saved) -> None:
         """Groups as another process left them: members that have ended stay, the others are played again."""
         for was in saved.groups:
-            if was.v_traj is not None:
+            if was.v_traj is not None and not was.uses:
                 self._control.restore(was.id, was.v_traj, was.deadline)
         for was in saved.groups:
             group = OpenGroup.restored(was, self._group_size)
             if was.ready:
-                self._ready[group.id] = group.whole()
-                for evicted, reason in self._control.occupy(group.id).items():
-                    self._drop(evicted, reason)
+                self._experience.add(Entry.of(group, group.whole(), was.uses))
+                if not was.uses:
+                    for evicted, reason in self._control.occupy(group.id).items():
+                        self._drop(evicted, reason)
                 continue
             self._open[group.id] = group
             if not group.missing:
@@ -151,26 +157,19 @@ class SampleBuffer:
             indices = [i for i, slot in enumerate(was.slots) if slot.live]
             for part in [[i] for i in indices] if self._replicate else [indices]:
                 self._offer(group, part)
+        self._accounts.spent(self._experience.expire(self._step))
         self._settle()
+
+    @property
+    def _step(self) -> int:
+        """The next."""
+        return self._control.snapshot().step
 
     # --- admission
 
     async def lease(self) -> Lease:
         """The next episode to run; waits until one is admitted."""
-        future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        self._lessees.append(future)
-        self._admit()
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled():  # it was given in the same tick: to the next in line
-                lease = future.result()
-                if not lease.revoked:
-                    self._unclaimed.appendleft(lease)
-                    self._admit()
-            else:
-                future.cancel()
-            raise
+        return await self._leases.lease()
 
     def set_version(self, version: int) -> None:
         """Every server now holds ``version``: groups admitted from here on start from it."""
@@ -182,25 +181,11 @@ class SampleBuffer:
     def _admit(self) -> None:
         """Hand episodes to waiting lessees, and admit groups for them while the staleness control allows."""
         self.on_change()
-        while len(self._lessees) > self._idle:
-            future = self._lessees[0]
-            if future.done():
-                self._lessees.popleft()
-                continue
-            if not self._unclaimed:
-                if not self._may_open():
-                    return
-                self._open_group()
-            lease = self._unclaimed.popleft()
-            if lease.revoked:
-                continue
-            self._lessees.popleft()
-            future.set_result(lease)
+        self._leases.hand_out()
 
     def keep_idle(self, slots: int) -> None:
         """Of the EnvManagers that wait for a lease, this many get none from now on. What runs goes on to its end."""
-        self._idle = slots
-        self._admit()
+        self._leases.keep_idle(slots)
 
     def _may_open(self) -> bool:
         """May a group begin now? With batch rollout, this is where the next wave starts."""
@@ -208,17 +193,20 @@ class SampleBuffer:
             return False
         room = self._unconsumed
         if room and not self._control.evicts:
-            room += self._redundant_groups - len(self._open) - len(self._ready)
+            room += self._redundant_groups - len(self._open) - len(self._experience.fresh)
         if room > 0 and not self._wave and not self._open:
             self._wave = min(self._control.missing, room)
         return room > 0 and self._wave > 0
 
     def _has_place(self) -> bool:
         if self._control.assigns_late:
-            return len(self._open) + len(self._ready) < self._control.capacity
+            return len(self._open) + len(self._experience.fresh) < self._control.capacity
         return self._control.admits(self._version)
 
-    def _open_group(self) -> None:
+    def _begin(self) -> bool:
+        """Admit a group and offer its episodes, if one may begin."""
+        if not self._may_open():
+            return False
         slots = [Slot(self._next_trajectory + i) for i in range(self._group_size + self._redundancy)]
         group = OpenGroup(Start(group_id=self._next_group), self._tasks.next(), slots, self._group_size)
         self._accounts.opened(group)
@@ -233,12 +221,13 @@ class SampleBuffer:
                 self._offer(group, [index])
         else:
             self._offer(group, range(len(group.slots)))
+        return True
 
     def _reserve(self, group: OpenGroup, version: int) -> None:
-        deadline = self._control.deadline(version)
+        group.deadline = self._control.deadline(version)
         self._control.reserve(group.id, version)
         group.start.v_traj = version
-        self._accounts.started(group, deadline)
+        self._accounts.started(group)
 
     def room(self, version: int) -> int:
         """How many groups more may be given this V_traj now."""
@@ -267,17 +256,7 @@ class SampleBuffer:
         lease = Lease(group.start, group.task, [s.trajectory_id for s in slots], indices)
         for slot in slots:
             slot.lease = lease
-        if after_s:
-            loop = asyncio.get_running_loop()
-            lease.due = loop.time() + after_s
-            loop.call_at(lease.due, self._after_backoff, lease)
-        else:
-            self._unclaimed.append(lease)
-
-    def _after_backoff(self, lease: Lease) -> None:
-        if not lease.revoked:
-            self._unclaimed.append(lease)
-            self._admit()
+        self._leases.offer(lease, after_s=after_s)
 
     # --- the life of an episode
 
@@ -300,6 +279,8 @@ class SampleBuffer:
             raise StalenessViolation(f"trajectory {trajectory.id} was put twice or does not belong to {lease}")
         self._accounts.scored(trajectory)
         slot.trajectory = trajectory
+        if self._experience.looks:
+            slot.generated = generated(trajectory)
         self._rest(group)
         group.missing -= 1
         if not group.missing:
@@ -318,16 +299,24 @@ class SampleBuffer:
             self._complete(group)
 
     def _complete(self, open_group: OpenGroup) -> None:
-        group = open_group.whole()
-        del self._open[group.id]
-        if self._filter and len(set(group.rewards)) == 1:
-            self._control.release(group.id)
-            self._accounts.ended(group.id, group.trajectories, State.FILTERED, "zero variance")
-        else:
-            self._accounts.ready(group)
-            self._ready[group.id] = group
-            for evicted, reason in self._control.occupy(group.id).items():
-                self._drop(evicted, reason)
+        whole = open_group.whole()
+        group = self._experience.write(whole, open_group.generated, self._step)
+        del self._open[whole.id]
+        if group is None or (self._filter and len(set(group.rewards)) == 1):
+            why = "buffer.writer" if group is None else "zero variance"
+            self._control.release(whole.id)
+            self._accounts.ended(whole.id, whole.trajectories, State.FILTERED, why)
+            return
+        self._accounts.ready(group, whole.trajectories)
+        self._experience.add(Entry.of(open_group, group))
+        for evicted, reason in self._control.occupy(group.id).items():
+            self._drop(evicted, reason)
+        while (last := self._experience.last(self._step)) is not None:
+            if last in self._experience.used:
+                self._accounts.spent([self._experience.used.pop(last)])
+            else:
+                self._control.release(last)
+                self._drop(last, "buffer full")
 
     def fail(self, lease: Lease, reason: str, *, infra: bool = False) -> None:
         """The episode failed, of itself or of what it ran on (``infra``). Its group goes on without it while enough
@@ -366,7 +355,8 @@ class SampleBuffer:
         elif group_id in self._given:
             raise StalenessViolation(f"group {group_id} is being trained, but would leave its batch: {reason}")
         else:
-            self._accounts.ended(group_id, self._ready.pop(group_id).trajectories, State.SURPLUS, reason)
+            group = self._experience.fresh.pop(group_id).group
+            self._accounts.ended(group_id, group.trajectories, State.SURPLUS, reason)
 
     def _give_up(self, group: OpenGroup, state: State, reason: str) -> None:
         """Every member that is not final ends as ``state``; running episodes are interrupted."""
@@ -415,7 +405,7 @@ class SampleBuffer:
         while not self._taken and not self._take():
             if part := self._new_part(head):
                 self._given.update(part)
-                groups = tuple(self._ready[i] for i in part)
+                groups = tuple(self._experience.fresh[i].group for i in part)
                 await self._accounts.fill(groups)
                 return groups
             await self._batch_event(head)
@@ -432,15 +422,22 @@ class SampleBuffer:
 
     def _take(self) -> bool:
         """Consume the next batch into ``_taken`` if it is certain; what can no longer be trained is surplus."""
-        if (consumed := self._control.consume()) is None:
+        step, experience = self._step, self._experience
+        if self._sampled is None or experience.sampler is None:
+            consumed = self._control.consume()
+        else:
+            consumed = self._sampled.sample(experience.ranking(step), len(experience.used))
+        if consumed is None:
             return False
         ids, surplus = consumed
         if lost := self._given.difference(ids):
             raise StalenessViolation(f"groups {sorted(lost)} are being trained, but are not in their batch")
         self._given.clear()
-        self._taken = tuple(self._ready.pop(i) for i in ids)
+        entries = experience.take(ids, step)
+        self._taken = tuple(entry.group for entry in entries)
         self._unconsumed -= len(ids)
-        self._accounts.consumed(self._taken)
+        self._accounts.consumed(entries, experience.used)
+        self._accounts.spent(experience.expire(step + 1))
         self.on_batch(self._taken)
         for group_id in surplus:
             self._drop(group_id, "batch complete")
@@ -469,11 +466,12 @@ class SampleBuffer:
         for group in list(self._open.values()):
             self._give_up(group, State.ABORTED, reason)
             self._release(group)
-        for ready in self._ready.values():
-            self._accounts.ended(ready.id, ready.trajectories, State.ABORTED, reason)
-            self._control.release(ready.id)
-        self._ready.clear()
-        self._unclaimed.clear()
+        for group_id, entry in self._experience.fresh.items():
+            self._accounts.ended(group_id, entry.group.trajectories, State.ABORTED, reason)
+            self._control.release(group_id)
+        self._accounts.spent([*self._experience.used.values()])
+        self._experience.clear()
+        self._leases.clear()
 
     def unfinished(self) -> Iterator[tuple[Start, int, Lease | None]]:
         """Of each episode that an open group misses: its group's start, its trajectory, and its lease; None if it has
@@ -488,8 +486,9 @@ class SampleBuffer:
             staleness=self._control.snapshot(),
             initial=sum(1 for group in self._open.values() if group.start.v_traj is None),
             version=self._version,
-            unclaimed=sum(1 for lease in self._unclaimed if not lease.revoked),
+            unclaimed=self._leases.unclaimed,
             filtered=self._accounts.filtered,
+            reused=self._accounts.reused,
             retried=self._accounts.retried,
             failed_task=self._accounts.failed_task,
             failed_infra=self._accounts.failed_infra,

@@ -1,7 +1,7 @@
 """The laws of a run, checked all the way: an Observer that hears everything, and looks at the books at every step.
 
     ledger      every trajectory is live or final once; the live ones are those of the groups that the buffer holds
-    staleness   nothing is trained beyond the recipe's bound, nor before its time
+    staleness   nothing is trained beyond the recipe's bound, nor before its time; no group more often than its reuse
     tokens      a response is the one that a server sampled: no token lost, repeated, or of another request
     versions    of a trajectory never decrease, or are one, as the recipe has it; of a server decrease only if it was
                 down; a server that pulls is given nothing
@@ -78,11 +78,18 @@ class _Server:
 
 class Checked(Observer):
     """Passes everything on to ``inner``. ``limit`` is the largest staleness of a trained group, None if there is none;
-    ``one_version`` says that a trajectory is one version's; ``first`` is the step that is trained first. ``books`` are
-    set once the run is wired."""
+    ``one_version`` says that a trajectory is one version's; a group is trained ``reuse`` times at most; ``first`` is
+    the step that is trained first. ``books`` are set once the run is wired."""
 
     def __init__(
-        self, inner: Observer, *, limit: int | None, one_version: bool = False, first: int = 0, stall_s: float
+        self,
+        inner: Observer,
+        *,
+        limit: int | None,
+        one_version: bool = False,
+        reuse: int = 1,
+        first: int = 0,
+        stall_s: float,
     ) -> None:
         self.books: Books | None = None
         self._violation: InvariantViolation | None = None
@@ -90,6 +97,9 @@ class Checked(Observer):
         self._inner = inner
         self._limit = limit
         self._one_version = one_version
+        self._reuse = reuse
+        self._uses: dict[int, int] = {}
+        """Group that was trained → how often."""
         self._stall_s = stall_s
         self._loop = asyncio.get_running_loop()
         self._next_step = first
@@ -111,6 +121,9 @@ class Checked(Observer):
                     f"step {batch.step} trained group {group.id} of version {group.v_traj}: staleness {staleness} is "
                     f"outside 0 … {'∞' if self._limit is None else self._limit}"
                 )
+            self._uses[group.id] = self._uses.get(group.id, 0) + 1
+            if self._uses[group.id] > self._reuse:
+                raise self._broken(f"step {batch.step} trained group {group.id} for the {self._uses[group.id]}th time")
             for trajectory in group.trajectories:
                 if trajectory.versions[-1] > batch.step:
                     raise self._broken(f"step {batch.step} trained tokens of version {trajectory.versions[-1]}")

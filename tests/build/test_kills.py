@@ -56,6 +56,12 @@ def recipe(*tables: dict[str, Any]) -> Recipe:
     return load_table(merged)
 
 
+GENERATION_BOUND = {
+    "rollout": {"num_envs": 4},
+    "sim": {"trainer": {"fixed_s": 0.2, "save_s": 1.0}},
+    "run": {"steps": 7},
+}
+OWN = Path(__file__).parent / "own_experience.py"
 MULTI_TURN = {"env": {"max_turns": 3}}
 ODD = {
     "env": {"max_turns": 2},
@@ -85,6 +91,15 @@ RECIPES = {
     "queue-max": recipe({"preset": "queue-max", "staleness": {"bound": 1}}, MULTI_TURN),
     "queue-drop": recipe({"preset": "queue-drop"}),
     "batch rollout": recipe({"rollout": {"queue_scheduling": False}}),
+    "reuse": recipe({"staleness": {"bound": 3}, "buffer": {"sampler": "advantage", "reuse": 2}}, GENERATION_BOUND),
+    "reuse, multi-turn": recipe(
+        {
+            "preset": "laminar",
+            "buffer": {"sampler": f"{OWN}:shortest", "writer": f"{OWN}:no_failures", "reuse": 3, "capacity": 2.0},
+        },
+        GENERATION_BOUND,
+        MULTI_TURN,
+    ),
     "whole groups": recipe({"rollout": {"expand_num_return_sequences": False}}),
 }
 
@@ -178,7 +193,9 @@ class Life:
             db.close()
 
 
-CONSUMED = "SELECT step, position, id, v_traj FROM groups WHERE state = 'consumed' ORDER BY step, position"
+USES = "FROM uses JOIN groups ON id = group_id"
+CONSUMED = f"SELECT uses.step, uses.position, id, v_traj {USES} ORDER BY 1, 2"
+OFTEN = f"SELECT group_id, count(*) {USES} WHERE state = 'consumed' GROUP BY 1"
 CHECKSUMS = "SELECT step, checksum FROM steps WHERE checksum IS NOT NULL ORDER BY step"
 ENDS = "SELECT state, count(*) FROM trajectories GROUP BY state"
 
@@ -208,11 +225,16 @@ def check(life: Life, before: Disk, earlier: Life) -> None:
     tasks = life.rows("SELECT task FROM groups ORDER BY id")
     assert tasks == [(order.next().id,) for _ in tasks]
     # The ledger's law holds over both lives.
+    uses = dict(life.rows(OFTEN))
+    assert sum(uses.values()) == len(consumed), "a group that was trained is not consumed"
+    assert max(uses.values()) == settings.buffer.reuse
     ends = dict(life.rows(ENDS))
     assert set(ends) <= {str(state) for state in FINAL}
     counts = life.simulation.run.buffer.ledger.counts()
     assert ends == {state: n for state, n in counts.items() if n and state != "reserved_ever"}
     assert counts["reserved_ever"] == sum(ends.values())
+    ledger = life.simulation.run.buffer.ledger
+    assert ledger.uses == steps * settings.batch_trajectories
     state_of = dict(life.rows("SELECT id, state FROM trajectories"))
     assert ids <= set(state_of)
     assert not scored & {number for number, state in state_of.items() if state == "failed"}

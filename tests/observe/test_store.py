@@ -249,7 +249,7 @@ def test_a_store_of_a_newer_version_or_in_use_is_refused(tmp_path: Path) -> None
         with pytest.raises(RunDirError, match=r"run\.lock: another process runs in this folder"):
             Store(tmp_path, blocking=Inline(), find_task=find_task)
         first.db.execute(f"PRAGMA user_version = {database.SCHEMA + 1}")
-    with pytest.raises(RunDirError, match=r"run\.db: schema 2, but this version of asyncrl reads 1; use the one that"):
+    with pytest.raises(RunDirError, match=r"run\.db: schema 3, but this version of asyncrl reads 2; use the one that"):
         Store(tmp_path, blocking=Inline(), find_task=find_task)
 
 

@@ -320,7 +320,7 @@ def test_every_run_ends_within_its_bound_with_every_trajectory_reported_once(see
     assert sorted(i for i, state in heard if state == "consumed") == sorted(
         t.id for b in batches for t in b.trajectories
     )
-    assert not buffer._ready and not buffer._open and not buffer._ended
+    assert not buffer._experience.fresh and not buffer._open and not buffer._ended
 
 
 @pytest.mark.parametrize("seed", [1, 5, 9, 13])

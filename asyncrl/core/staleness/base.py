@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 from asyncrl.core.types import OBSERVED_VERSION, Record, Trajectory
 
@@ -89,6 +90,16 @@ class StalenessControl(Protocol):
         """The group leaves without being trained (filtered, failed, aborted); its place is free again."""
 
     def snapshot(self) -> StalenessSnapshot: ...
+
+
+@runtime_checkable
+class SampledControl(StalenessControl, Protocol):
+    """A control that leaves to a sampler (core/experience.py) what its proof does not need."""
+
+    def sample(self, ranking: Callable[[], Sequence[int]], used: int) -> tuple[list[int], list[int]] | None:
+        """As ``consume``, but the batch is as much as can be of the front of the order that ``ranking`` gives, which is
+        asked only where there is a batch. It has every finished group, and ``used`` others that were trained before,
+        which make up a batch with them: the control knows nothing of those, and they may all be left."""
 
 
 def check_reserve(group_id: int, version: int, *, step: int, admitted: bool, live: bool) -> None:

@@ -39,18 +39,40 @@ of the last admission on a version ≤ v. For the third, "no earlier deadline" c
 in force only after the next consumption, and only groups due no later than one that started on the newest version seen
 are called certain: until that consumption, none that starts is due before them.
 
+``sample`` takes another batch than rule 2's: a sampler's, and groups among it that were trained before (reuse). Let F_k
+and U_k of the finished and the unfinished groups have a deadline ≤ n + k. Of the finished ones it leaves at most
+max(0, F_0 − B) that are due, and for each k > 0 at most kB + R − U_k with a deadline ≤ n + k; of those trained before,
+any. Within that it leaves what is last in the sampler's order.
+
+**Theorem (bound, sampled).** The first theorem holds for ``sample``, as does the second for first uses where nothing is
+reused; and there is always a batch where ``consume`` has one, or where groups trained before make one up.
+Proof. After it, D(n+1, k−1) ≤ kB + R for k > 0, and D(n, 0) less what is taken is U_0 ≤ R by the waiting, or at most
+U_0 + F_0 − B ≤ R: that is all that the first proof uses. The second counts admissions and consumptions only, whichever
+groups are consumed. What ``consume`` leaves, with all those trained before that the batch has no place for, is allowed:
+of F_k ≤ (k+1)B + R − U_k it leaves max(0, F_k − B). Sets that are allowed to stay, with a limit for each prefix of the
+deadlines, are the independent sets of a laminar matroid, and so are those of at most as many as are too many for the
+batch. So the greedy choice from the end of the order leaves exactly so many, and of all choices the last ones. ∎
+
+With ``reuse`` = E a group may make up E batches, so fewer are admitted: L < ⌊(⌊(v + 1 + α)·B⌋ − n·B) / E'⌋ + R with
+E' = min(E, ⌊α⌋ + 1), for between its version and its deadline a group has ⌈α⌉ + 1 steps. Else rule 2 would make every
+step wait for B new ones. What is divided is at least 0 by v + ⌈α⌉ ≥ n, so this is stricter than rule 1, and the first
+proof holds. With all servers on v = n it is at least B, so the next batch can always be had. The mean over all uses may
+exceed an α that is no integer, but not ⌈α⌉.
+
 α = 0: nothing starts beyond the current batch until the servers hold the new version. That is synchronous training.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 from asyncrl.core.staleness.base import StalenessSnapshot, StalenessViolation, check_reserve
 
 
 class InflightCap:
-    """``batch`` groups a step, ratio ``alpha`` ≥ 0 (real), ``redundant`` groups beyond the need.
+    """``batch`` groups a step, ratio ``alpha`` ≥ 0 (real), ``redundant`` groups beyond the need; each is trained up to
+    ``reuse`` times.
 
     A call costs O(1), but for those that look at the order: they sort the finished groups.
     """
@@ -58,10 +80,13 @@ class InflightCap:
     evicts = False
     assigns_late = False
 
-    def __init__(self, *, batch: int, alpha: float, redundant: int = 0, step: int = 0) -> None:
-        if batch < 1 or alpha < 0 or redundant < 0:
-            raise ValueError(f"need batch ≥ 1, alpha ≥ 0, redundant ≥ 0; got {batch}, {alpha}, {redundant}")
+    def __init__(self, *, batch: int, alpha: float, redundant: int = 0, reuse: int = 1, step: int = 0) -> None:
+        if batch < 1 or alpha < 0 or redundant < 0 or reuse < 1:
+            raise ValueError(
+                f"need batch ≥ 1, alpha ≥ 0, redundant ≥ 0, reuse ≥ 1; got {batch}, {alpha}, {redundant}, {reuse}"
+            )
         self._batch = batch
+        self._reuse = reuse
         self._limit = 0
         self._use(alpha)
         self._next_alpha = alpha
@@ -91,7 +116,7 @@ class InflightCap:
 
     @property
     def capacity(self) -> int:
-        return self._batch + self._ahead + self._redundant
+        return (self._batch + self._ahead) // self._uses + self._redundant
 
     def set_bound(self, bound: float) -> None:
         """α from now on if it rises; if it falls, from the next step on."""
@@ -104,8 +129,8 @@ class InflightCap:
     def room(self, version: int) -> int:
         if version + self._slack < self._step:
             return 0
-        limit = (version + 1) * self._batch + self._ahead + self._redundant
-        return max(0, limit - self._step * self._batch - self.live)
+        ahead = (version + 1 - self._step) * self._batch + self._ahead
+        return max(0, ahead // self._uses + self._redundant - self.live)
 
     def admits(self, version: int) -> bool:
         return self.room(version) > 0
@@ -135,16 +160,45 @@ class InflightCap:
     def consume(self) -> tuple[list[int], list[int]] | None:
         if len(self._occupied) < self._batch or not self._later_steps_can_keep_up():
             return None
-        batch = self._in_order()[: self._batch]
-        if (late := self._step - self._occupied[batch[0]]) > 0:
-            raise StalenessViolation(f"group {batch[0]} would be trained at step {self._step}, {late} beyond its bound")
+        return self._taken(self._in_order()[: self._batch])
+
+    def sample(self, ranking: Callable[[], Sequence[int]], used: int) -> tuple[list[int], list[int]] | None:
+        if len(self._occupied) + used < self._batch or not self._later_steps_can_keep_up():
+            return None
+        order = ranking()
+        last = max([*self._occupied.values(), *self._pending_by_deadline], default=self._step)
+        may_stay: dict[int, int] = {}
+        unfinished = 0
+        for deadline in range(self._step, last + 1):
+            unfinished += self._pending_by_deadline.get(deadline, 0)
+            may_stay[deadline] = (deadline - self._step) * self._batch + self._redundant - unfinished
+        due = sum(1 for deadline in self._occupied.values() if deadline <= self._step)
+        may_stay[self._step] = max(0, due - self._batch)
+        stay: set[int] = set()
+        for group_id in reversed(order):
+            if len(stay) == len(order) - self._batch:
+                break
+            deadlines = range(self._occupied.get(group_id, last + 1), last + 1)
+            if all(may_stay[deadline] > 0 for deadline in deadlines):
+                stay.add(group_id)
+                for deadline in deadlines:
+                    may_stay[deadline] -= 1
+        return self._taken([group_id for group_id in order if group_id not in stay])
+
+    def _taken(self, batch: list[int]) -> tuple[list[int], list[int]]:
+        """The step is trained on ``batch``: groups that are finished, or that were trained before."""
+        for group_id in batch:
+            if (late := self._step - self._occupied.get(group_id, self._step)) > 0:
+                raise StalenessViolation(
+                    f"group {group_id} would be trained at step {self._step}, {late} beyond its bound"
+                )
         due = [g for table in (self._reserved, self._occupied) for g, d in table.items() if d <= self._step]
         taken = set(batch)
         surplus = [g for g in due if g not in taken]
         if len(surplus) > self._redundant:
             raise StalenessViolation(f"{len(surplus)} groups miss step {self._step}, only {self._redundant} may")
         for group_id in batch:
-            del self._occupied[group_id]
+            self._occupied.pop(group_id, None)
         for group_id in surplus:
             self.release(group_id)
         self._step += 1
@@ -178,6 +232,8 @@ class InflightCap:
         # ⌊(v + 1 + α)·B⌋ = (v + 1)·B + ⌊αB⌋; α is decimal in a recipe, so 0.29 × 100 must give 29 at every version.
         self._ahead = math.floor(alpha * self._batch + 1e-9)
         self._slack = math.ceil(alpha)
+        self._uses = min(self._reuse, math.floor(alpha) + 1)
+        """E'."""
         self._limit = max(self._limit, self._slack)
 
     def _in_order(self) -> list[int]:

@@ -18,6 +18,8 @@ Memory: of the live groups all but those in the queue are held by a slot, so the
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from asyncrl.core.staleness.base import UNBOUNDED, StalenessSnapshot, StalenessViolation, check_reserve
 
 
@@ -71,6 +73,17 @@ class FirstInFirstOut:
             self._check(group_id)
         for group_id in batch:
             del self._occupied[group_id]
+        self._step += 1
+        return batch, []
+
+    def sample(self, ranking: Callable[[], Sequence[int]], used: int) -> tuple[list[int], list[int]] | None:
+        """The front of the order, whatever it is. Without a bound no proof needs any; what is said of means and of
+        positions in the queue is said of ``consume``."""
+        if len(self._occupied) + used < self._batch:
+            return None
+        batch = list(ranking()[: self._batch])
+        for group_id in batch:
+            self._occupied.pop(group_id, None)
         self._step += 1
         return batch, []
 
