@@ -63,6 +63,18 @@ def test_a_recipe_wins_over_its_preset_wherever_the_preset_is_named(tmp_path: Pa
         assert got.engine.routing == rows["engine"]["routing"]
 
 
+def test_the_default_streams_groups_to_the_trainer_where_the_advantages_allow_it(tmp_path: Path) -> None:
+    assert load(write(tmp_path, "")).preset == "asyncrl"
+    assert load(write(tmp_path, "")).trainer.stream
+    assert not load(write(tmp_path, 'algorithm.reward_norm = "batch"')).trainer.stream
+    assert not load(write(tmp_path, "algorithm.mini_batches = 2\nrollout.batch_groups = 1")).trainer.stream
+    assert not load(write(tmp_path, "trainer.stream = false")).trainer.stream
+    with pytest.raises(RecipeError, match=r"trainer\.stream = true: needs advantages that each group has by itself"):
+        load(write(tmp_path, 'algorithm.reward_norm = "batch"\ntrainer.stream = true'))
+    whole = load_table({"preset": "sync", "algorithm": {"reward_norm": "batch"}})
+    assert not under_preset(whole, "asyncrl").trainer.stream
+
+
 def test_a_folder_means_its_recipe_toml(tmp_path: Path) -> None:
     write(tmp_path, "seed = 7")
     assert load(tmp_path).seed == 7

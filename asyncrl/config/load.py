@@ -67,6 +67,8 @@ def load_table(table: Mapping[str, Any]) -> Recipe:
         recipe = msgspec.convert(_merge(PRESETS[preset], table), Recipe)
     except msgspec.ValidationError as error:
         raise RecipeError(_explain(error)) from None
+    if "stream" not in table.get("trainer", {}):
+        recipe = _streaming_if_possible(recipe)
     check(recipe)
     return recipe
 
@@ -78,9 +80,16 @@ def under_preset(recipe: Recipe, preset: str) -> Recipe:
     defaults = msgspec.to_builtins(Recipe())
     own = {table: {key: defaults[table][key] for key in row} for table, row in PRESETS[recipe.preset].items()}
     table = _merge(_merge(msgspec.to_builtins(recipe), own), {**PRESETS[preset], "preset": preset})
-    changed = msgspec.convert(table, Recipe)
+    changed = _streaming_if_possible(msgspec.convert(table, Recipe))
     check(changed)
     return changed
+
+
+def _streaming_if_possible(recipe: Recipe) -> Recipe:
+    """A preset streams where the advantages allow it; who asks for it himself is told that they do not."""
+    if not recipe.trainer.stream or recipe.streamable:
+        return recipe
+    return msgspec.structs.replace(recipe, trainer=msgspec.structs.replace(recipe.trainer, stream=False))
 
 
 def check(recipe: Recipe) -> None:

@@ -405,7 +405,7 @@ class Recipe(Section, frozen=True, kw_only=True):
 
     name: str = "run"
     seed: int = 0
-    preset: str = "roll-flash"
+    preset: str = "asyncrl"
     model: ModelConfig = ModelConfig()
     setup: SetupConfig = SetupConfig()
     task: TaskConfig = TaskConfig()
@@ -467,6 +467,12 @@ class Recipe(Section, frozen=True, kw_only=True):
     @property
     def batch_trajectories(self) -> int:
         return self.rollout.batch_groups * self.rollout.group_size
+
+    @property
+    def streamable(self) -> bool:
+        """Whether a group has its advantages by itself, and the first mini-batch has whole groups."""
+        whole_groups = self.rollout.batch_groups // max(1, self.algorithm.mini_batches)
+        return not self.algorithm.of_whole_batch and whole_groups >= 1
 
     @property
     def streamed_groups(self) -> int:

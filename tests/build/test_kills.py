@@ -79,9 +79,9 @@ ODD = {
 RECIPES = {
     "sync": recipe({"preset": "sync"}),
     "sync, multi-turn": recipe({"preset": "sync"}, MULTI_TURN),
-    "roll-flash": recipe({"staleness": {"bound": 1.5}}),
-    "roll-flash, multi-turn": recipe({"staleness": {"bound": 1}}, MULTI_TURN),
-    "roll-flash, odd": recipe({"staleness": {"bound": 1}}, ODD),
+    "roll-flash": recipe({"preset": "roll-flash", "staleness": {"bound": 1.5}}),
+    "asyncrl, multi-turn": recipe({"trainer": {"micro_batch_tokens": 1}}, MULTI_TURN),
+    "asyncrl, odd": recipe({}, ODD),
     "staleflow": recipe({"preset": "staleflow", "staleness": {"bound": 2}}),
     "staleflow, multi-turn": recipe({"preset": "staleflow", "staleness": {"bound": 1}}, MULTI_TURN),
     "laminar": recipe({"preset": "laminar"}),
@@ -288,7 +288,7 @@ def test_so_it_is_at_every_moment(name: str, tmp_path: Path) -> None:
     killed(name, tmp_path, points=None)
 
 
-@pytest.mark.parametrize("name", ["roll-flash, odd", "staleflow, multi-turn"])
+@pytest.mark.parametrize("name", ["asyncrl, odd", "staleflow, multi-turn"])
 def test_a_run_that_is_killed_again_and_again_comes_to_its_end(name: str, tmp_path: Path) -> None:
     rng = random.Random(name)
     life = Life(RECIPES[name], tmp_path / "whole", watched=True)

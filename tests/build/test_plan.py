@@ -23,6 +23,7 @@ from asyncrl.observe.run_dir import METRICS, TRAJECTORIES, RunDirError, read_lin
 
 BASE: dict[str, Any] = {
     "name": "small",
+    "preset": "roll-flash",
     "env": {"episode_timeout_s": 1e6, "step_timeout_s": 1e5},
     "rollout": {"batch_groups": 8, "group_size": 4, "num_envs": 64, "max_new_tokens": 1000, "max_tokens": 2000},
     "engine": {"count": 2, "max_total_tokens": 100_000, "stream_interval": 0, "request_timeout_s": 1e6},

@@ -37,8 +37,9 @@ SMALL: dict[str, Any] = {
 
 
 def recipe(**tables: Any) -> Recipe:
-    """``SMALL`` with whole tables updated: ``recipe(staleness={"bound": 2})``. Checked like a user's."""
-    merged = {name: dict(value) for name, value in SMALL.items()}
+    """``SMALL`` with whole tables updated: ``recipe(staleness={"bound": 2})``. Checked like a user's. Whole batches are
+    trained, unless the test says otherwise."""
+    merged: dict[str, Any] = {"preset": "roll-flash", **{name: dict(value) for name, value in SMALL.items()}}
     for name, value in tables.items():
         merged[name] = _over(merged.get(name, {}), value)
     return load_table(merged)

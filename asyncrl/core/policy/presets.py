@@ -60,7 +60,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "update": {"running": "drain", "overlap": True, "synchronization": "when_empty"},
         "engine": {"routing": "newest_first", "migration": "repartition", "kv_threshold": 0.9, "fit_cost": False},
     },
-    # Ours: ROLL Flash's columns, and a trainer that begins with what is certain of its batch while the
+    # Ours, the default: ROLL Flash's columns, and a trainer that begins with what is certain of its batch while the
     # rest is generated. Under a bound, servers wait for the longest episodes of a batch, and training waits for them
     # too: what of it is done before they end is won (bench/figures/presets.py).
     "asyncrl": {
