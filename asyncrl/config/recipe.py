@@ -349,7 +349,8 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Of ``collective``. ``auto``: the trainer's own; a trainer that shares a GPU with a server needs gloo."""
     address: str = "127.0.0.1"
-    """Where the servers (``collective``) or the relays reach the trainer's rank 0."""
+    """Where the servers (``collective``) or the relays reach the trainer's rank 0. Ranks on other machines offer their
+    share to relays at the address by which they reach rank 0."""
     folder: str = ""
     """Shared folder of the ``disk`` transport. Empty: ``weights/`` in the run directory."""
     bucket_mb: int = 256

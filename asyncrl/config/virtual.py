@@ -58,7 +58,7 @@ class WeightsModel(Section, frozen=True, kw_only=True):
     """``recipe``: what ``weights.transport`` says. ``relay`` is Laminar's chain broadcast (Laminar appendix C)."""
     gigabytes: float = 16.0
     gather_gb_s: float = 20.0
-    """The trainer's own gathering, beside generation."""
+    """The trainer's own gathering, beside generation; with ``relay`` the copying of the ranks' shares, together."""
     disk_gb_s: float = 2.0
     """Write and read of the shared folder."""
     link_gb_s: float = 20.0

@@ -6,7 +6,7 @@ to take weights in comes on top (``sim.instance.load_s``).
     transport    prepare                 arrive                    deliver
     disk         gather, then write      –                         every server reads all of it from one shared folder
     collective   gather                  –                         one pipelined broadcast from the trainer to all
-    relay        gather                  chain broadcast from      each server loads from its own host's memory
+    relay        copy each rank's share  chain broadcast from      each server loads from its own host's memory
                                          host to host (Laminar
                                          appendix C)
 
