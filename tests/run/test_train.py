@@ -33,7 +33,7 @@ def set_(*overrides: str) -> list[str]:
     [
         ["weights.transport=disk"],
         ["weights.transport=collective", "staleness.bound=0", "rollout.expand_num_return_sequences=false"],
-        ["weights.transport=relay", "weights.relays=2"],
+        ["weights.transport=relay", "weights.relays=2", "engine.kv_reuse=true", "engine.host_kv_tokens=1000"],
     ],
     ids=["disk", "collective, synchronous, one request a group", "two relays"],
 )
