@@ -193,6 +193,14 @@ class LoadsReply(msgspec.Struct, kw_only=True):
     loads: list[Load]
 
 
+class AttachStorageReq(msgspec.Struct, kw_only=True):
+    """PUT /hicache/storage-backend; DELETE undoes it. Both only of a server without requests."""
+
+    hicache_storage_backend: str
+    hicache_storage_backend_extra_config_json: str
+    hicache_write_policy: str = "write_through"
+
+
 class KvKey(msgspec.Struct, kw_only=True, frozen=True):
     """What two servers must have alike for the KV of the one to be that of the other. ``model`` is a digest of the
     architecture and of the weights' checksums; ``shape`` is (layers, kv_heads, head_dim)."""

@@ -127,6 +127,7 @@ async def train(
         store=store,
         saved=saved,
     )
+    run_name = f"{run_dir.name}-{random.SystemRandom().getrandbits(64):016x}"
     engines = [
         SGLangEngine(
             url,
@@ -137,6 +138,7 @@ async def train(
             vocabulary=vocabulary,
             version=None if recipe.engine.urls else 0,  # who knows what others have had them load
             token=token,
+            run=run_name,
         )
         for i, url in enumerate(servers.urls)
     ]
@@ -155,7 +157,7 @@ async def train(
                 relays.urls,
                 {engine.name: relay for engine, relay in zip(engines, nearest, strict=True) if relay is not None},
                 keep=recipe.weights.keep_versions,
-                run=f"{run_dir.name}-{random.SystemRandom().getrandbits(64):016x}",
+                run=run_name,
                 timeout_s=recipe.engine.control_timeout_s,
                 observer=recorder,
                 note=progress.note,

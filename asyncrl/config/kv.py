@@ -11,15 +11,24 @@ from asyncrl.config.recipe import EngineConfig
 
 def check_kv(engine: EngineConfig) -> None:
     """Raises ``RecipeError``."""
+    require(
+        not engine.host_kv_tokens or engine.kind == "embedded" or engine.device != "cpu",
+        "engine.host_kv_tokens",
+        engine.host_kv_tokens,
+        "SGLang registers such memory with CUDA, and does not start without; leave it out on a CPU",
+    )
     if not engine.kv_reuse:
         return
-    require(
-        engine.kind == "embedded",
-        "engine.kv_reuse",
-        "true",
-        "SGLang's shared KV storage takes the client's word for whose weights its KV is of, so that a server which "
-        "restarted with older ones would poison it; leave it out, or use the embedded engine",
-    )
+    if engine.kind == "sglang":
+        require(
+            bool(engine.urls),
+            "engine.kv_reuse",
+            "true",
+            "needs engine.urls of SGLang servers that were started for it (engine/shared_kv.py); servers started here "
+            "have no key for it",
+        )
+        require(bool(engine.kv_storage), "engine.kv_storage", "{}", "give Mooncake's settings, or leave kv_reuse out")
+        return
     local = [url for url in engine.urls if is_loopback(urlsplit(url).hostname or "")]
     require(
         len(local) in (0, len(engine.urls)),

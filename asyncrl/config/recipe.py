@@ -235,10 +235,12 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     """KV cache of each server, in tokens."""
     host_kv_tokens: int = 0
     """KV kept in host memory beside that, in tokens: of trajectories that wait for their environment, for one. With
-    SGLang it sizes its hierarchical cache (HiCache), which copies by CUDA kernels: it has no such copies on a CPU."""
+    SGLang it sizes its hierarchical cache (HiCache), which registers that memory with CUDA: it needs a GPU."""
     kv_reuse: bool = False
     """A request that goes on at another server of its version takes its KV along, and is not prefilled again
-    (DORA §4.4)."""
+    (DORA §4.4). SGLang servers share it through Mooncake: not tried, as that needs GPUs (engine/shared_kv.py)."""
+    kv_storage: dict[str, Any] = {}
+    """For that, Mooncake's settings (``master_server_address`` …; HiCache's ``storage-backend-extra-config``)."""
     stream_interval: int = 64
     """Tokens between two chunks of a stream: what a dying server can cost."""
     routing: Literal["least_loaded", "prefix_affine", "round_robin", "waterfall", "own_batch", "newest_first"] = (

@@ -77,7 +77,7 @@ class Http:
 
     async def call(
         self,
-        method: Literal["GET", "POST"],
+        method: Literal["GET", "POST", "PUT", "DELETE"],
         path: str,
         reply: type[T] = NoneType,  # type: ignore[assignment]
         *,
@@ -96,7 +96,7 @@ class Http:
                 while True:
                     try:
                         async with self.session(fresh=True).request(
-                            method, self.url(path), data=data if method == "POST" else None
+                            method, self.url(path), data=data if method in ("POST", "PUT") else None
                         ) as response:
                             raw = await response.read()
                         if response.status < 400:

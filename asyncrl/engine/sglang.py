@@ -33,6 +33,7 @@ from asyncrl import wire
 from asyncrl.config import EngineConfig
 from asyncrl.engine.http import BUSY, Http, shielded
 from asyncrl.engine.replies import BadReply, ReplyReader
+from asyncrl.engine.shared_kv import SharedKv
 from asyncrl.ports import Chunk, EngineError, EngineInfo, EngineLoad, EngineRejected, GenerateRequest
 
 T = TypeVar("T")
@@ -93,7 +94,7 @@ class SGLangEngine:
     """``url`` is ``http://host:port``. ``version`` is what a server that was never updated holds; None: whatever
     it says it holds, its version is -1 until it was given weights here. ``model_type`` and ``vocabulary`` (as in
     config.json) are those of what it must serve, where that is known. ``rng`` draws the jitter of retries. ``token`` is
-    what it asks for (``access.py``).
+    what it asks for (``access.py``). ``run`` is in the name of KV that it shares.
 
     ``config.stream_interval`` 0 turns streaming off: one reply at the end, cheaper for short outputs, but a server
     that dies takes all tokens of its requests with it.
@@ -110,6 +111,7 @@ class SGLangEngine:
         vocabulary: int = 2**31,
         version: int | None = 0,
         token: str = "",
+        run: str = "",
     ) -> None:
         self.name = name
         self._url = url
@@ -121,6 +123,8 @@ class SGLangEngine:
         """Its weights are those of the version that it names."""
         self._http = Http(url, name, retries=config.retries, rng=rng, token=token)
         self._generate_url = self._http.url("generate")
+        shares = config.kv_reuse and config.kind == "sglang"
+        self._shared = SharedKv(self._http, config.kv_storage, run, config.control_timeout_s) if shares else None
         self._live: dict[str, _Live] = {}
         self._quiet = asyncio.Event()
         """Set when no request of this client is on the server."""
@@ -159,9 +163,9 @@ class SGLangEngine:
             )
         takes_kv = self._config.kv_reuse and self._config.kind == "embedded"
         if takes_kv and not server.kv_reuse:
-            raise self._http.rejected(
-                "was started without --kv-reuse; start it with that, or set engine.kv_reuse = false"
-            )
+            raise self._http.rejected("started without --kv-reuse; start it with that, or set engine.kv_reuse = false")
+        if self._shared is not None:
+            await self._shared.check()
         # SGLang keeps some tokens of the context for itself: it refuses prompts of max_req_input_len or more, and cuts
         # the length limit of a request that comes within 2 tokens of the context without saying so.
         limits = [limit for limit in (server.context_length, server.max_req_input_len) if limit is not None]
@@ -403,6 +407,7 @@ class SGLangEngine:
 
     async def load_from_disk(self, path: str, version: int) -> None:
         body = wire.UpdateFromDiskReq(model_path=path, weight_version=str(version))
+        await self._stop_sharing()
         await self._update("update_weights_from_disk", body)
         await self._check_version(version)
 
@@ -428,6 +433,7 @@ class SGLangEngine:
         version: int,
         checksums: Sequence[int] = (),
     ) -> None:
+        await self._stop_sharing()
         await self._update("begin_weight_update")
         try:
             buckets = list(_buckets(dtypes, shapes))
@@ -452,11 +458,17 @@ class SGLangEngine:
         await self._update("end_weight_update")
         await self._check_version(version)
 
+    async def _stop_sharing(self) -> None:
+        if self._shared is not None:
+            await self._shared.detach()
+
     async def _check_version(self, version: int) -> None:
         held = (await self._get("model_info", wire.ModelInfo)).weight_version
         if held != str(version):
             raise self._http.error(f"says it holds weights {held!r} after it was given version {version}")
         self._known = True
+        if self._shared is not None:
+            await self._shared.attach(version)
 
     # --- calls
 

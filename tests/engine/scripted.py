@@ -137,6 +137,7 @@ def make_engine(url: str, *, version: int | None = 0, **config: Any) -> SGLangEn
         EngineConfig(**{**settings, **config}),
         rng=random.Random(0),
         model_type="qwen3",
+        run="run",
         vocabulary=64,
         version=version,
     )
