@@ -139,6 +139,20 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("run_dir", type=Path)
     status.set_defaults(run=_status)
 
+    servers = commands.add_parser("servers", help="say which servers a run has, or change them while it goes on")
+    actions = servers.add_subparsers(required=True, metavar="COMMAND", dest="verb")
+    for verb, what in (
+        ("list", "what each does"),
+        ("add", "have one join: that URL, or another one started here; also one that was drained"),
+        ("drain", "give one nothing new, until it runs nothing"),
+        ("remove", "drain one and forget it; one that was started here is stopped"),
+    ):
+        action = actions.add_parser(verb, help=what)
+        action.add_argument("run_dir", type=Path)
+        if verb != "list":
+            action.add_argument("server", nargs="?" if verb == "add" else None, default="", help="its URL or number")
+    servers.set_defaults(run=_servers, server="")
+
     commands.add_parser("serve", help="serve a model: SGLang's HTTP API over the embedded engine", add_help=False)
     commands.add_parser("relay", help="keep the newest weights in a host's shared memory", add_help=False)
     return parser
@@ -255,6 +269,19 @@ def _status(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         return show(args.run_dir, print)
     except RunDirError as error:
         raise RecipeError(str(error)) from None
+
+
+def _servers(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from asyncrl.build.control import ask
+    from asyncrl.observe.run_dir import RunDirError
+
+    try:
+        return ask(args.run_dir, args.verb, args.server, print)
+    except RunDirError as error:
+        raise RecipeError(str(error)) from None
+    except KeyboardInterrupt:
+        print("asyncrl: it goes on; see asyncrl servers list", file=sys.stderr)
+        return 130
 
 
 def _sim(args: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -411,7 +438,7 @@ async def _train_until_signal(
     from asyncrl.observe.run_dir import RunDirError
     from asyncrl.ports import EngineError, TooManyStuck, TrainerError
     from asyncrl.processes import ChildError
-    from asyncrl.runtime.llm_proxy import FleetDown
+    from asyncrl.runtime.fleet import FleetDown
     from asyncrl.runtime.stall import RunStalled
     from asyncrl.runtime.user_code import EnvFailing
 

@@ -44,6 +44,8 @@ class Child:
     def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
         self.name = name
         self.log = log
+        self.began = asyncio.get_running_loop().time()
+        """When it was started, in loop time."""
         self._process = process
 
     @classmethod
@@ -102,6 +104,10 @@ class Child:
     def kill(self) -> None:
         """At once, with all in its group."""
         _signal_group(self.pid, signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """It is asked to end, with all in its group; does not wait for it."""
+        _signal_group(self.pid, signal.SIGTERM)
 
     async def stop(self, grace_s: float = 10.0) -> None:
         """See ``end_group``."""

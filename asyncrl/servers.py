@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,24 +27,54 @@ MAX_BACKOFF_S = 30.0
 
 
 class LocalProcesses(ABC):
-    """``count`` processes on loopback, or none where ``given`` are the URLs of running ones, which stay untouched.
-    ``note`` prints a line for the user; ``token`` is given to what is started (``access.py``)."""
+    """``places`` are the URLs of running ones, which stay untouched; for each that is empty a process on loopback is
+    started. ``note`` prints a line for the user; ``token`` is given to what is started (``access.py``)."""
 
     def __init__(
-        self, recipe: Recipe, given: list[str], count: int, *, logs: Path, note: Callable[[str], None], token: str
+        self, recipe: Recipe, places: Sequence[str], *, logs: Path, note: Callable[[str], None], token: str
     ) -> None:
         self._recipe = recipe
         self._token = token
         self._logs = logs
         self._note = note
-        self._ports = [] if given else [free_port() for _ in range(count)]
-        self._children: list[Child] = []
-        self.urls = given or [f"http://127.0.0.1:{port}" for port in self._ports]
+        self._ports: dict[int, int] = {}
+        self._children: dict[int, Child] = {}
+        self._new: list[int] = []
+        """Processes that are not watched yet."""
+        self._grown = asyncio.Event()
+        self._retired: dict[str, None] = {}
+        """Names of those that are not started again."""
+        self.urls: list[str] = []
+        for place in places:
+            self._place(place)
+
+    def _place(self, url: str) -> int:
+        """Its index."""
+        index = len(self.urls)
+        if not url:
+            self._ports[index] = free_port()
+            url = f"http://127.0.0.1:{self._ports[index]}"
+        self.urls.append(url)
+        return index
 
     async def start(self) -> None:
         """Start all processes; does not wait until they are ready."""
-        for index in range(len(self._ports)):
-            self._children.append(await self._start(index))
+        for index in self._ports:
+            await self._add(index)
+
+    async def add(self, url: str) -> int:
+        """One more: the index of that ``url``, or of a new process where it is empty. Raises ``ChildError``."""
+        if not url and not self._children:
+            raise ChildError("this run starts no servers; give the URL of one that runs")
+        index = self._place(url)
+        if not url:
+            await self._add(index)
+        return index
+
+    async def _add(self, index: int) -> None:
+        self._children[index] = await self._start(index)
+        self._new.append(index)
+        self._grown.set()
 
     async def until_death(self, starting: Awaitable[T]) -> T:
         """``starting``, unless a process ends before it is done: then ``ChildError`` with its last words, at once."""
@@ -54,7 +84,7 @@ class LocalProcesses(ABC):
             raise ChildError(child.death())
 
         async with asyncio.TaskGroup() as group:
-            guards = [group.create_task(guard(child)) for child in self._children]
+            guards = [group.create_task(guard(child)) for child in self._children.values()]
             result = await starting
             for task in guards:
                 task.cancel()
@@ -63,28 +93,51 @@ class LocalProcesses(ABC):
     async def watch(self) -> None:
         """Until cancelled; starts ended processes anew."""
         async with asyncio.TaskGroup() as group:
-            for index in range(len(self._children)):
-                group.create_task(self._keep(index))
+            while True:
+                await self._grown.wait()
+                self._grown.clear()
+                new, self._new = self._new, []
+                for index in new:
+                    group.create_task(self._keep(index))
 
     async def stop(self) -> None:
         async with asyncio.TaskGroup() as group:
-            for child in self._children:
+            for child in self._children.values():
                 group.create_task(child.stop())
+
+    def owns(self, index: int) -> bool:
+        """Whether that one is started here."""
+        return index in self._ports
+
+    def began(self, name: str) -> float | None:
+        """When the process of that name was started, in loop time; None if there is none, or it has ended."""
+        child = self._find(name)
+        return None if child is None else child.began
 
     def kill(self, name: str) -> None:
         """The process of that name ends at once, if it was started here; ``watch`` starts it again."""
-        for child in self._children:
-            if child.name == name and child.exit_code is None:
-                child.kill()
+        if (child := self._find(name)) is not None:
+            child.kill()
+
+    def retire(self, name: str) -> None:
+        """The process of that name ends in order, if it was started here, and is not started again."""
+        self._retired[name] = None
+        if (child := self._find(name)) is not None:
+            child.terminate()
+
+    def _find(self, name: str) -> Child | None:
+        return next((c for c in self._children.values() if c.name == name and c.exit_code is None), None)
 
     async def _keep(self, index: int) -> None:
         """Keep one process running. Out of restarts it stays dead: the run ends when no server is left."""
         engine, loop = self._recipe.engine, asyncio.get_running_loop()
         tries = 0
         while True:
-            started = loop.time()
-            await self._children[index].wait()
-            if loop.time() - started > STEADY_S:
+            child = self._children[index]
+            await child.wait()
+            if child.name in self._retired:
+                return
+            if loop.time() - child.began > STEADY_S:
                 tries = 0
             if tries == engine.restarts:
                 break
@@ -105,7 +158,7 @@ class LocalRelays(LocalProcesses):
     def __init__(self, recipe: Recipe, *, logs: Path, note: Callable[[str], None], token: str = "") -> None:
         weights = recipe.weights
         count = weights.relays if weights.transport == "relay" else 0
-        super().__init__(recipe, weights.relay_urls, count, logs=logs, note=note, token=token)
+        super().__init__(recipe, weights.relay_urls or [""] * count, logs=logs, note=note, token=token)
 
     async def _start(self, index: int) -> Child:
         command = [sys.executable, "-m", "asyncrl.weights.relay_main", "--port", str(self._ports[index])]
@@ -116,10 +169,20 @@ class LocalRelays(LocalProcesses):
 
 
 class LocalServers(LocalProcesses):
-    """``engine.count`` servers, where ``engine.urls`` names none."""
+    """Those at ``places``: ``engine.urls`` unless they are given, or else ``engine.count`` to be started."""
 
-    def __init__(self, recipe: Recipe, *, logs: Path, note: Callable[[str], None], token: str = "") -> None:
-        super().__init__(recipe, recipe.engine.urls, recipe.engine.count, logs=logs, note=note, token=token)
+    def __init__(
+        self,
+        recipe: Recipe,
+        places: Sequence[str] | None = None,
+        *,
+        logs: Path,
+        note: Callable[[str], None],
+        token: str = "",
+    ) -> None:
+        engine = recipe.engine
+        places = engine.urls or [""] * engine.count if places is None else places
+        super().__init__(recipe, places, logs=logs, note=note, token=token)
 
     async def _start(self, index: int) -> Child:
         engine = self._recipe.engine

@@ -182,6 +182,7 @@ IMPOSSIBLE = [
     ("engine.idle_timeout_s", 0.0),
     ("engine.control_timeout_s", 0.0),
     ("engine.probe_s", 0.0),
+    ("engine.hang_s", 0.0),
     ("engine.patience_s", 0.0),
     ("gateway.port", 65536),
     ("gateway.port", -1),

@@ -73,7 +73,7 @@ async def test_each_server_has_its_own_port_log_seed_and_gpus(tmp_path: Path) ->
             assert "hicache" not in args
         assert [f.said(i, "env") for i in range(3)] == [["2 0,1"], ["2 2"], ["2 0,1"]]
         await f.servers.stop()
-        assert all(child.exit_code is not None for child in f.servers._children)
+        assert all(child.exit_code is not None for child in f.servers._children.values())
 
 
 async def test_sglang_keeps_kv_in_host_memory_by_its_hierarchical_cache(tmp_path: Path) -> None:
@@ -109,7 +109,6 @@ async def test_running_servers_are_used_and_none_is_started(tmp_path: Path) -> N
         assert f.servers.urls == ["http://10.0.0.1:30000"]
         await f.servers.start()
         async with asyncio.timeout(DEADLINE_S):
-            await f.servers.watch()
             assert await f.servers.until_death(asyncio.sleep(0.05, "ready")) == "ready"
     assert not list(tmp_path.glob("*.log"))
 
@@ -118,7 +117,7 @@ async def test_what_starts_meanwhile_is_waited_for(tmp_path: Path) -> None:
     async with fleet(tmp_path, "exec sleep 60", count=2) as f:
         await f.servers.start()
         assert await f.servers.until_death(asyncio.sleep(0.05, "ready")) == "ready"
-        assert all(child.exit_code is None for child in f.servers._children)
+        assert all(child.exit_code is None for child in f.servers._children.values())
 
 
 async def test_a_server_that_dies_while_starting_is_told_at_once_with_its_last_words(tmp_path: Path) -> None:
@@ -151,8 +150,10 @@ async def test_a_server_that_dies_is_started_again_on_its_port(tmp_path: Path, m
 async def test_a_server_that_always_dies_is_given_up(tmp_path: Path, restarts: int) -> None:
     async with fleet(tmp_path, "echo args; exit 9", restarts=restarts, restart_backoff_s=0.01) as f:
         await f.servers.start()
-        async with asyncio.timeout(DEADLINE_S):
-            await f.servers.watch()
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(f.servers.watch())
+            await until(lambda: len(f.notes) == restarts + 1)
+            watching.cancel()
         assert len(f.said(0, "args")) == restarts + 1
         assert len(f.notes) == restarts + 1
         assert f.notes[-1].endswith("it died 3 times and is given up" if restarts else "server-0.log)")
@@ -188,3 +189,34 @@ async def test_a_server_that_is_killed_by_name_is_started_again(tmp_path: Path) 
             watching.cancel()
         assert len(f.said(0, "env")) == 1
         assert "server 1 was killed by signal 9" in f.notes[0]
+
+
+async def test_servers_are_added_and_retired_while_others_run(tmp_path: Path) -> None:
+    async with fleet(tmp_path, HELLO + "exec sleep 60", count=2, restart_backoff_s=0.0) as f:
+        await f.servers.start()
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(f.servers.watch())
+            await until(lambda: all(f.said(i, "env") for i in range(2)))
+            assert await f.servers.add("http://10.0.0.1:30000") == 2
+            assert await f.servers.add("") == 3
+            await until(lambda: bool(f.said(3, "env")))
+            assert f.servers.urls[2] == "http://10.0.0.1:30000" and len(set(f.servers.urls)) == 4
+            assert f.servers.began("server 2") is None
+            before = f.servers.began("server 3")
+            assert before is not None
+            f.servers.kill("server 3")
+            await until(lambda: len(f.said(3, "env")) == 2)
+            assert (f.servers.began("server 3") or 0.0) > before
+            f.servers.retire("server 0")
+            await until(lambda: f.servers.began("server 0") is None)
+            await asyncio.sleep(0.05)
+            assert len(f.said(0, "env")) == 1 and f.servers.began("server 0") is None
+            watching.cancel()
+        assert len(f.notes) == 1, "the one that was retired is not mourned"
+
+
+async def test_a_run_that_starts_no_servers_is_given_urls_only(tmp_path: Path) -> None:
+    async with fleet(tmp_path, "exec sleep 60", urls=["http://10.0.0.1:30000"]) as f:
+        with pytest.raises(ChildError, match="this run starts no servers; give the URL of one that runs"):
+            await f.servers.add("")
+        assert await f.servers.add("http://10.0.0.2:30000") == 1

@@ -35,6 +35,7 @@ from asyncrl.runtime.conversation import ChatTemplate
 from asyncrl.runtime.coordination import Coordination
 from asyncrl.runtime.env_manager import EnvManager, EpisodeLimits, EpisodePlayer, EpisodePlayers, Player
 from asyncrl.runtime.evaluation import Evaluator
+from asyncrl.runtime.fleet import Fleet, Launcher
 from asyncrl.runtime.gateway import Gateway
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.parameter_server import ParameterServer
@@ -86,8 +87,10 @@ class World(msgspec.Struct, kw_only=True):
     services: Sequence[Service] = ()
     note: Callable[[str], None] = lambda text: None
     """Prints a line for the user."""
-    kill_server: Callable[[str], None] | None = None
-    """Ends the process of a server, if it was started here; another takes its place."""
+    launcher: Launcher | None = None
+    """Of servers that were started here."""
+    heartbeats: bool = True
+    """Servers may hang."""
     gate: Stage = msgspec.field(default_factory=lambda: Stage("the start"))
     """Kept at what the run as a whole waits for."""
     keep_report: Callable[[str], Awaitable[str]] | None = None
@@ -103,6 +106,7 @@ class Run(msgspec.Struct, kw_only=True):
     advantages: Advantages
     buffer: SampleBuffer
     proxy: LLMProxy
+    fleet: Fleet
     parameters: ParameterServer
     books: Books
 
@@ -151,8 +155,6 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         context_length=context_length,
         stop_token_ids=world.tokenizer.eos_ids,
         rid_prefix=f"{rng.getrandbits(32):08x}",
-        probe_s=recipe.engine.probe_s,
-        patience_s=recipe.engine.patience_s,
     )
     for engine, info in zip(world.engines, infos, strict=True):
         proxy.add(engine, info)
@@ -190,6 +192,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         world.store.put(Noted(key=key, value=value))
     services: list[Service] = []
     parameters: ParameterServer
+    coordination = None
     if recipe.coordinated:
         pulled = PulledParameterServer(
             proxy=proxy,
@@ -233,6 +236,19 @@ async def assemble(recipe: Recipe, world: World) -> Run:
             version=version,
         )
     world.trainer.restage = parameters.restage
+    fleet = Fleet(
+        proxy=proxy,
+        restore=parameters.restore,
+        launcher=world.launcher,
+        probe_s=recipe.engine.probe_s,
+        patience_s=recipe.engine.patience_s,
+        hang_s=recipe.engine.hang_s if world.heartbeats else 0.0,
+        start_s=recipe.engine.connect_timeout_s,
+        cuts=recipe.update.running == "interrupt",
+        has_begun=None if coordination is None else coordination.has_begun,
+        context_length=rollout.max_tokens,
+        note=world.note,
+    )
     failures = {
         name: FailureWindow(
             name=played.config.target,
@@ -287,7 +303,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         evaluator=evaluator,
         bound=recipe.staleness.limit,
         control_timeout_s=recipe.engine.control_timeout_s,
-        kill=world.kill_server,
+        launcher=world.launcher,
     )
     watch = StallWatch(
         books,
@@ -302,6 +318,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         advantages=advantages.compute if world.own_advantage is None else _blaming(recipe.algorithm, advantages),
         buffer=buffer,
         proxy=proxy,
+        fleet=fleet,
         parameters=parameters,
         trainer=world.trainer,
         env_managers=managers,
@@ -322,7 +339,13 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         ),
     )
     return Run(
-        controller=controller, advantages=advantages, buffer=buffer, proxy=proxy, parameters=parameters, books=books
+        controller=controller,
+        advantages=advantages,
+        buffer=buffer,
+        proxy=proxy,
+        fleet=fleet,
+        parameters=parameters,
+        books=books,
     )
 
 

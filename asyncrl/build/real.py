@@ -11,7 +11,9 @@ from typing import TextIO
 
 from asyncrl.build import checkpoints
 from asyncrl.build.assemble import Run, World, assemble
+from asyncrl.build.control import Control
 from asyncrl.build.errors import one_line
+from asyncrl.build.members import Members
 from asyncrl.build.resume import restore, task_finder
 from asyncrl.build.setup import allow_files, checked_token, set_up
 from asyncrl.build.sources import load_environments, load_sources
@@ -21,7 +23,6 @@ from asyncrl.config.deadlines import inversions
 from asyncrl.config.relays import relays_of
 from asyncrl.core.journal import NOTHING
 from asyncrl.core.ledger import Ledger
-from asyncrl.engine.health import HealthMonitor
 from asyncrl.engine.sglang import SGLangEngine
 from asyncrl.garbage import rare_collections
 from asyncrl.loading import check_model, load_own
@@ -31,11 +32,11 @@ from asyncrl.observe.report import write_report
 from asyncrl.observe.run_dir import RECIPE, RunDirError, write_atomic
 from asyncrl.observe.store import Store
 from asyncrl.observe.summary import Summary, write_summary
-from asyncrl.ports import Engine, EngineError, TrainerError, WeightTransport
+from asyncrl.ports import TrainerError, WeightTransport
 from asyncrl.runtime import user_code
 from asyncrl.runtime.env_manager import EpisodePlayer
+from asyncrl.runtime.fleet import FleetError
 from asyncrl.runtime.gateway import Gateway
-from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.restarts import RestartingTrainer
 from asyncrl.runtime.reward import Scorer
 from asyncrl.runtime.stage import Stage
@@ -52,8 +53,6 @@ FLUSH_S = 2.0
 RENDER_S = 0.25
 CLOSE_S = 40.0
 """How long a part of the run may take to end: more than any of their own deadlines."""
-HEALTH_INTERVAL_S = 10.0
-HEALTH_FAILURES = 3
 USER_CODE = frozenset(f.__code__ for f in (user_code.enter, EpisodePlayer._begin, Scorer.score))
 """Where user code is entered: what may be interrupted when it blocks the loop."""
 
@@ -106,7 +105,8 @@ async def train(
     blocking = ThreadBlocking()
     gate, lag = Stage("the start"), LoopLag()
     status = StatusFile(run_dir, gate, lag, blocking)
-    servers = LocalServers(recipe, logs=logs, note=progress.note, token=token)
+    members = Members(recipe, saved.notes, store)
+    servers = LocalServers(recipe, members.places, logs=logs, note=progress.note, token=token)
     relays = LocalRelays(recipe, logs=logs, note=progress.note, token=token)
     job = HttpTrainer(
         recipe,
@@ -128,20 +128,21 @@ async def train(
         saved=saved,
     )
     run_name = f"{run_dir.name}-{random.SystemRandom().getrandbits(64):016x}"
-    engines = [
-        SGLangEngine(
-            url,
-            f"server {i}",
+
+    def connect(number: int) -> SGLangEngine:
+        return SGLangEngine(
+            servers.urls[number],
+            f"server {number}",
             recipe.engine,
-            rng=random.Random(f"{recipe.seed}/{i}"),
+            rng=random.Random(f"{recipe.seed}/{number}"),
             model_type=model_type,
             vocabulary=vocabulary,
-            version=None if recipe.engine.urls else 0,  # who knows what others have had them load
+            version=0 if servers.owns(number) else None,  # who knows what others have had them load
             token=token,
             run=run_name,
         )
-        for i, url in enumerate(servers.urls)
-    ]
+
+    engines = [connect(number) for number in range(len(servers.urls))]
     services = [servers.watch, relays.watch]
     transport: WeightTransport
     match recipe.weights.transport:
@@ -166,7 +167,19 @@ async def train(
             )
             services.append(chain.watch)
 
+    def join(number: int) -> SGLangEngine:
+        """The engine of a server that was added."""
+        engine = connect(number)
+        if isinstance(transport, RelayTransport):
+            relay = relays_of(servers.urls, relays.urls)[number]
+            if relay is None:
+                raise FleetError(f"no relay on the host of {engine.name}; it needs one of weights.relay_urls there")
+            transport.place(engine.name, relay)
+        engines.append(engine)
+        return engine
+
     run: Run | None = None
+    control: Control | None = None
 
     def describe(version: int) -> checkpoints.Entry:
         done = version * recipe.rollout.batch_groups + (0 if run is None else run.buffer.snapshot().filtered)
@@ -252,6 +265,8 @@ async def train(
         ]
         if gateway is not None:
             closes.insert(0, ("the gateway", gateway.close))
+        if control is not None:
+            closes.insert(0, ("its control", control.close))
         for what, close in closes:
             async with ending(f"{what} to end", CLOSE_S):
                 try:
@@ -297,7 +312,7 @@ async def train(
             LoopWatchdog(USER_CODE, limit_s=recipe.env.block_timeout_s, hangs=status.hangs).run,
         ],
         note=progress.note,
-        kill_server=None if recipe.engine.urls else servers.kill,
+        launcher=servers,
         keep_report=status.keep_report,
         gate=gate,
     )
@@ -306,6 +321,7 @@ async def train(
         while True:
             if run is not None:
                 _gauge(recorder, run)
+                progress.rollouts = run.books.rollouts()
                 recorder.counter("loop/lag_p99", recorder.clock(), lag.p99)
             progress.render()
             await asyncio.sleep(RENDER_S)
@@ -323,8 +339,8 @@ async def train(
             await relays.start()
             await servers.start()
             run = status.run = await relays.until_death(servers.until_death(assemble(recipe, world)))
-            monitor = HealthMonitor(engines, HEALTH_INTERVAL_S, HEALTH_FAILURES, _on_health(run.proxy))
-            beside.append(group.create_task(monitor.run()))
+            control = Control(run_dir, fleet=run.fleet, servers=servers, members=members, connect=join)
+            await control.start()
             with rare_collections():
                 await run.controller.run()
             for task in beside:
@@ -379,17 +395,6 @@ async def _listen(gateway: Gateway, recipe: Recipe) -> None:
     except OSError as error:
         where = f"gateway.host = {recipe.gateway.host!r}, gateway.port = {recipe.gateway.port}"
         raise RecipeError(f"{where}: cannot listen there ({error.strerror or error})") from None
-
-
-def _on_health(proxy: LLMProxy) -> Callable[[Engine, bool], None]:
-    """A server that hangs while nobody waits for it is taken out of use; LLMProxy.watch brings it back."""
-
-    def changed(engine: Engine, up: bool) -> None:
-        for instance in proxy.instances:
-            if instance.engine is engine and not up:
-                proxy.mark_down(instance, EngineError(f"{engine.name}: no answer to {HEALTH_FAILURES} health probes"))
-
-    return changed
 
 
 def _gauge(recorder: Recorder, run: Run) -> None:

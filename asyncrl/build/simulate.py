@@ -34,7 +34,7 @@ from asyncrl.observe.run_dir import RECIPE, write_atomic
 from asyncrl.observe.summary import Summary, duration, write_summary
 from asyncrl.observe.tally import Tally
 from asyncrl.ports import EngineError, Observer, StepMetrics, TrainerError
-from asyncrl.runtime.llm_proxy import FleetDown
+from asyncrl.runtime.fleet import FleetDown
 from asyncrl.runtime.user_code import EnvFailing
 from asyncrl.sim.loop import run
 from asyncrl.sim.trace import TraceRecorder

@@ -7,6 +7,7 @@ What the run does is checked all the way (sim/invariants.py).
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,9 +22,10 @@ from asyncrl.core.journal import NOTHING, Saved
 from asyncrl.core.transfer import Transport
 from asyncrl.env import Env
 from asyncrl.loading import load_own
-from asyncrl.ports import CheckpointLost, NoStore, Observer, RunStore
+from asyncrl.ports import CheckpointLost, EngineError, NoStore, Observer, RunStore
 from asyncrl.runtime.controller import Service
 from asyncrl.runtime.env_source import LocalEnvs
+from asyncrl.runtime.fleet import FleetError
 from asyncrl.runtime.restarts import RestartingTrainer
 from asyncrl.sim.blocking import SimBlocking
 from asyncrl.sim.engine import SimEngine
@@ -55,6 +57,26 @@ class Simulation(msgspec.Struct, kw_only=True):
             await self.run.controller.run()
         finally:
             self.checked.check_end()
+
+
+class SimLauncher:
+    """Owns all servers. What it starts in place of another is there after ``sim.instance.start_s``."""
+
+    def __init__(self, engines: Sequence[SimEngine]) -> None:
+        self._engines = engines
+
+    def began(self, name: str) -> float | None:
+        """Process starts are not booked: one that runs has answered."""
+        return None if self._of(name).dead else -math.inf
+
+    def kill(self, name: str) -> None:
+        self._of(name).restart()
+
+    def retire(self, name: str) -> None:
+        self._of(name).kill()
+
+    def _of(self, name: str) -> SimEngine:
+        return next(engine for engine in self._engines if engine.name == name)
 
 
 async def simulated(
@@ -92,8 +114,9 @@ async def simulated(
     cost = cost_of(sim.instance)
     peers: dict[str, SimEngine] = {}
     kv_link = KvLink(token_s=kv_token_s(sim.instance), peers=peers) if engine.kv_reuse else None
-    engines = [
-        SimEngine(
+
+    def make_engine(i: int) -> SimEngine:
+        return SimEngine(
             f"server {i}",
             rng=random.Random(f"{seed}/server {i}"),
             lengths=lengths,
@@ -112,12 +135,24 @@ async def simulated(
             control_timeout_s=engine.control_timeout_s,
             kv_link=kv_link,
         )
-        for i in range(len(engine.urls) or engine.count)
-    ]
+
+    engines = [make_engine(i) for i in range(len(engine.urls) or engine.count)]
     peers.update((server.name, server) for server in engines)
+
+    async def join() -> None:
+        joined = make_engine(len(engines))
+        engines.append(joined)
+        peers[joined.name] = joined
+        with suppress(EngineError):
+            await run.fleet.add(joined)
+
+    def leave(name: str) -> None:
+        with suppress(FleetError):  # where it is the last one
+            run.fleet.drain(name, forget=True)
+
     envs = SimEnvs(sim.env, tasks, seed=seed, max_turns=recipe.env.max_turns)
     struck = schedule(sim, servers=len(engines), seed=seed, restartable=recipe.trainer.restarts > 0)
-    faults = Faults(struck, engines=engines, trainer=trainer, envs=envs, observer=checked)
+    faults = Faults(struck, engines=engines, trainer=trainer, envs=envs, observer=checked, join=join, leave=leave)
     may_die = any(fault.kind == "trainer_crash" for fault in struck)
     restarting = RestartingTrainer(
         trainer,
@@ -171,6 +206,8 @@ async def simulated(
         own_sampler=load_own(recipe.buffer.sampler, "buffer.sampler"),
         own_writer=load_own(recipe.buffer.writer, "buffer.writer"),
         services=[faults.run, checked.watch, keep, *services],
+        launcher=SimLauncher(engines),
+        heartbeats=any(fault.kind == "hang" for fault in struck),  # they cost the simulation time
     )
     run = await assemble(recipe, world)
     checked.books = Books(
@@ -179,7 +216,7 @@ async def simulated(
         group_size_redundancy=recipe.rollout.group_size_redundancy,
         staleness=lambda: run.buffer.snapshot().staleness,
         initial=lambda: run.buffer.snapshot().initial,
-        pulling=lambda name: next(i.pulling for i in run.proxy.instances if i.name == name),
+        pulling=lambda name: any(i.pulling for i in run.proxy.instances if i.name == name),
         fleet=run.proxy.snapshot,
         open_envs=lambda: envs.open,
         parts=[run.buffer, run.proxy, trainer, *run.proxy.instances, *engines],

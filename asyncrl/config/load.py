@@ -183,6 +183,7 @@ def check(recipe: Recipe) -> None:
         "engine.idle_timeout_s": e.idle_timeout_s,
         "engine.control_timeout_s": e.control_timeout_s,
         "engine.probe_s": e.probe_s,
+        "engine.hang_s": e.hang_s,
         "engine.patience_s": e.patience_s,
         "trainer.connect_timeout_s": t.connect_timeout_s,
         "trainer.step_timeout_s": t.step_timeout_s,
@@ -219,7 +220,8 @@ def check(recipe: Recipe) -> None:
         require(0 <= number <= 1, key, number, "is a share, between 0 and 1")
     for i, fault in enumerate(sim.faults):
         servers = len(e.urls) or e.count
-        require(0 <= fault.server < servers, f"sim.faults[{i}].server", fault.server, f"there are {servers} servers")
+        there = servers + sum(other.kind == "join" for other in recipe.sim.faults)
+        require(0 <= fault.server < there, f"sim.faults[{i}].server", fault.server, f"there are {there} servers")
     require(0 <= recipe.gateway.port < 65536, "gateway.port", recipe.gateway.port, "must be from 0 to 65535")
     _check_adaptive(recipe)
     require(recipe.staleness.queue >= 1, "staleness.queue", recipe.staleness.queue, "must hold at least one batch")

@@ -242,7 +242,8 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     kv_storage: dict[str, Any] = {}
     """For that, Mooncake's settings (``master_server_address`` …; HiCache's ``storage-backend-extra-config``)."""
     stream_interval: int = 64
-    """Tokens between two chunks of a stream: what a dying server can cost."""
+    """Tokens between two chunks of a stream: what a dying server can cost each of its requests. 0: all that they have
+    got from it, as their tokens come at their end."""
     routing: Literal["least_loaded", "prefix_affine", "round_robin", "waterfall", "own_batch", "newest_first"] = (
         "least_loaded"
     )
@@ -283,6 +284,9 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     """Pause before the first restart; twice as long before each further one, up to 30 s."""
     probe_s: float = 2.0
     """Time between two probes of a server that failed."""
+    hang_s: float = 30.0
+    """A server that answers no heartbeat for so long hangs: its requests go elsewhere, and one that was started here is
+    killed and started again."""
     patience_s: float = 300.0
     """The run ends when no server was up for this long; a server that is started again needs its start-up time."""
 

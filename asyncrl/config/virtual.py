@@ -101,6 +101,8 @@ FaultKind = Literal[
     "corrupt_weights",
     "trainer_crash",
     "env_storm",
+    "join",
+    "leave",
 ]
 
 
@@ -110,7 +112,7 @@ class FaultConfig(Section, frozen=True, kw_only=True):
     kind: FaultKind
     at_s: float
     server: int = 0
-    """Index of the server that it hits."""
+    """Index of the server that it hits; one that joins has the next index."""
     for_s: float = 30.0
     """How long it lasts; a killed server is started again after it."""
     factor: float = 4.0

@@ -107,13 +107,17 @@ class Coordinator:
         """The newest version at the last look."""
 
     def forget(self, instance: str) -> None:
-        """The server failed: what it was told has no effect any more. Its next snapshot is taken as it is."""
+        """The server failed or drains: what it was told has no effect any more. Its next snapshot is taken as it is."""
         self._expected.pop(instance, None)
 
     def rests(self, group: int) -> None:
         """No trajectory of the group is under way: it has ended, or what failed of it begins anew later."""
         if self._books is not None:
             self._books.left(group)
+
+    def has_begun(self, instance: str) -> bool:
+        """Whether trajectories are under way that only this server is to go on with."""
+        return self._batches is not None and bool(self._batches.groups(instance))
 
     def plan(self, snapshot: FleetSnapshot, room: Callable[[int], int]) -> list[Command]:
         """What to do now; nothing, if all is well. ``room(version)`` says how many groups without V_traj may start on a
@@ -152,7 +156,7 @@ class Coordinator:
         return [*issued, Abort(requests=lost)] if lost else [*issued]
 
     def _load(self, index: int, instance: InstanceSnapshot) -> Load:
-        if not instance.up:
+        if not instance.up or (instance.draining and self._batches is None):
             self.forget(instance.name)
             return Load(index, instance, up=False, promised=-1)
         expected = self._expected.get(instance.name)

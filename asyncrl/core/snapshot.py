@@ -44,6 +44,8 @@ class InstanceSnapshot(Record, frozen=True, kw_only=True):
     """It is being given weights; ``version`` is still the old one."""
     pinned: bool = False
     """An evaluation uses it: its weights stay."""
+    draining: bool = False
+    """It is to leave: it begins nothing any more."""
 
 
 class FleetSnapshot(Record, frozen=True, kw_only=True):

@@ -46,6 +46,8 @@ class Progress:
         self._evals_told = 0
         self.ending = ""
         """What the end of the run waits for, if it has come to that."""
+        self.rollouts = ""
+        """Why rollouts go on without the trainer, or wait for it, if they do."""
         self._samples: deque[tuple[float, float, dict[str, tuple[float, float]]]] = deque()
         if out.isatty() and os.environ.get("TERM") != "dumb":
             from rich.console import Console
@@ -72,6 +74,8 @@ class Progress:
         if now >= self._next_line:
             self._next_line = now + PLAIN_INTERVAL_S
             self._print(f"stopping: {self.ending}" if self.ending else self._line())
+            if self.rollouts and not self.ending:
+                self._print(f"  {self.rollouts}")
 
     def note(self, text: str) -> None:
         """Print a line; on a terminal, above the panel."""
@@ -101,6 +105,8 @@ class Progress:
         bubbles = f"  bubbles {_percent(m.get('bubble/share'))}"
         rate = f"{self._token_rate():,.0f} tok/s"
         rows.append(("rollout", f"running {running:,}  waiting {waiting:,.0f}  {rate}{bubbles}"))
+        if self.rollouts:
+            rows.append(("", self.rollouts))
         rows += self._server_rows()
         if (error := gauges.get("coordinator/cost_error")) is not None:
             rows.append(("coordinator", f"cost model off by {_percent(error)}"))

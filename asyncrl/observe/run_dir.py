@@ -22,6 +22,7 @@ SUMMARY = "summary.json"
 REPORT = "report.png"
 STATUS = "status.json"
 STALLS = "stalls"
+CONTROL = "control.json"
 
 
 class RunDirError(Exception):
@@ -69,11 +70,12 @@ class LineFile:
         self._file.close()
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+def write_atomic(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Write a file that is either absent (or the old one) or complete. Raises ``RunDirError``."""
     part = path.with_name(path.name + ".part")
     try:
-        with open(part, "wb") as file:
+        part.unlink(missing_ok=True)
+        with open(part, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

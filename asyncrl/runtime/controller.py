@@ -11,7 +11,7 @@
                   prepare; the delivery before               the servers
     deliver       the servers, one version at a time         the servers
     EnvManager    a lease; a completion; the env             admission; the proxy; the user's code
-    proxy.watch   a server that failed                       mark_down
+    fleet         a server that failed; the next heartbeat   mark_down; the clock
     services      whatever the composition root adds (progress, flushing)
 
 Training overlaps generation by as much as the staleness control admits: with α = 0 nothing is admitted until the new
@@ -32,6 +32,7 @@ from asyncrl.core.types import Batch
 from asyncrl.ports import Observer, StepMetrics, Trainer
 from asyncrl.runtime.env_manager import EnvManager
 from asyncrl.runtime.evaluation import Evaluator
+from asyncrl.runtime.fleet import Fleet
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.parameter_server import ParameterServer
 from asyncrl.runtime.sample_buffer import SampleBuffer
@@ -59,6 +60,7 @@ class AsyncController:
         advantages: Callable[[Batch], Sequence[Advantage]],
         buffer: SampleBuffer,
         proxy: LLMProxy,
+        fleet: Fleet,
         parameters: ParameterServer,
         trainer: Trainer,
         env_managers: Sequence[EnvManager],
@@ -76,6 +78,7 @@ class AsyncController:
         self._advantages = advantages
         self._buffer = buffer
         self._proxy = proxy
+        self._fleet = fleet
         self._parameters = parameters
         self._trainer = trainer
         self._env_managers = env_managers
@@ -90,14 +93,13 @@ class AsyncController:
         self._eval_every = eval_every
         self._services = services
         self._gate = gate
-        proxy.on_return = parameters.restore
 
     async def run(self) -> None:
         """To the last step. Afterwards every trajectory is in a final state, or ``LedgerError`` is raised."""
         reason = "run ended"
         try:
             async with asyncio.TaskGroup() as root:
-                services = (*self._services, self._proxy.watch, self._evaluator.run)
+                services = (*self._services, self._fleet.run, self._evaluator.run)
                 background = [root.create_task(_forever(service)) for service in services]
                 self._enter("the run", "the trainer's weights on all servers")
                 await self._parameters.align()

@@ -72,6 +72,10 @@ class Coordination:
         buffer.on_batch = self._taken
         buffer.on_rest = coordinator.rests
 
+    def has_begun(self, name: str) -> bool:
+        """Whether trajectories are under way that are to go on with this server only."""
+        return self._coordinator.has_begun(name)
+
     def touch(self) -> None:
         self._something.set()
 
@@ -123,13 +127,15 @@ class Coordination:
                     running = [number for number in numbers if number in instance.requests]
                     instance.interrupted += len(numbers) - len(running)
                     instance.cutting.update(running)
-                    under_way.create_task(self._interrupt(running, instance))
+                    under_way.create_task(self._proxy.interrupt(running, instance))
                 case Route():
                     routes.append((newest if instance.pulling else instance.version, instance, command))
         # The oldest version first: that is what the plan gave a group whose members go to several.
         for version, instance, command in sorted(routes, key=itemgetter(0)):
             self._route(command.requests, instance, version)
         self._measure()
+        for instance in instances.values():
+            self._proxy.on_free(instance)
 
     def _measure(self) -> None:
         """Let the cost model follow the servers. Last in a round, so that what was just routed counts from now on."""
@@ -167,17 +173,6 @@ class Coordination:
                 return False
             self._proxy.waiting.assigned(start)
         return True
-
-    async def _interrupt(self, numbers: Sequence[int], instance: Instance) -> None:
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        try:
-            async with asyncio.TaskGroup() as calls:
-                for number in numbers:
-                    calls.create_task(instance.engine.abort(instance.rids.get(number, "")))
-        except* EngineError as errors:
-            self._proxy.mark_down(instance, errors.exceptions[0])
-        self._observer.span(instance.name, "migrate", began, loop.time(), {"requests": len(numbers)})
 
     def _wants_load(self, instance: Instance) -> bool:
         """Also sets from when on it will want it next."""

@@ -22,6 +22,7 @@ class Instance:
         "attention_at",
         "cutting",
         "down_since",
+        "draining",
         "engine",
         "generated",
         "held",
@@ -43,12 +44,13 @@ class Instance:
         "tokens",
         "up",
         "version",
+        "why",
     )
 
-    def __init__(self, engine: Engine, info: EngineInfo) -> None:
+    def __init__(self, engine: Engine, info: EngineInfo, *, up: bool = True) -> None:
         self.engine = engine
         self.name = engine.name
-        self.version = info.version
+        self.version = info.version if up else -1
         self.kv_url = info.kv_url
         self.max_running = info.max_running_requests
         self.max_tokens = info.max_total_tokens
@@ -62,7 +64,11 @@ class Instance:
         """Of ``running``, those that waited inside the server when it was last asked."""
         self.attention_at = math.inf
         """The coordinator wants to know when ``tokens`` exceed this."""
-        self.up = True
+        self.up = up
+        self.why = "" if up else "it joins"
+        """Why it is not up, in words."""
+        self.draining = False
+        """It begins nothing; once nothing is left on it, it is not ``up`` either, and rests."""
         self.pinned = False
         """An evaluation uses it: its weights stay."""
         self.pulling = False
@@ -127,6 +133,7 @@ class Instance:
             slowness=self.slowness,
             pulling=self.pulling,
             pinned=self.pinned,
+            draining=self.draining,
         )
 
     def __repr__(self) -> str:

@@ -7,14 +7,13 @@ a dying server cut off goes back to the queue with its tokens and continues else
 
     generate()    waits for: a server with room, then its tokens     woken by: _assign(), the engine's stream
     suspend()     waits for: servers to pause (drain: to run empty)  woken by: the engine, the last request's end
-    watch()       waits for: a server that failed                    woken by: mark_down(); probes it until it is back
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from msgspec.structs import replace
@@ -35,14 +34,9 @@ NONE_PINNED = "no server holds the evaluation's version any more"
 Route = Callable[[RequestView, "list[Instance]"], "Instance | None"]
 
 
-class FleetDown(Exception):
-    """No inference server is left: the run cannot go on."""
-
-
 class LLMProxy:
     """``route`` is a routing function of core/policy/routing.py, which gives every request its server; None: a
-    coordinator does (runtime/coordination.py), and hears of all that happens by ``on_change``. ``probe_s`` is
-    the time between two probes of a server that failed, ``patience_s`` how long the run waits when none is up."""
+    coordinator does (runtime/coordination.py), and hears of all that happens by ``on_change``."""
 
     def __init__(
         self,
@@ -52,17 +46,15 @@ class LLMProxy:
         context_length: int,
         stop_token_ids: Sequence[int] = (),
         rid_prefix: str = "",
-        probe_s: float = 2.0,
-        patience_s: float = 60.0,
     ) -> None:
         self._route = route
         self._observer = observer
         self._context_length = context_length
         self._stop_token_ids = tuple(stop_token_ids)
         self._rid_prefix = rid_prefix
-        self._probe_s = probe_s
-        self._patience_s = patience_s
         self._instances: list[Instance] = []
+        self._taking: list[Instance] = []
+        """Those that do not drain."""
         self.waiting = TrajectoryServer()
         self._evaluating = TrajectoryServer()
         """Pinned requests, which do not stand in the others' way."""
@@ -72,26 +64,46 @@ class LLMProxy:
         self._suspended = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._trouble = asyncio.Event()
+        self.trouble = asyncio.Event()
+        """Set when a server has failed."""
         self.available = asyncio.Event()
         """Set while at least one server is up and may be given weights."""
-        self._last_error = ""
+        self.last_error = ""
         self.generated = 0
         """Tokens received since the start."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when requests, room or servers have come or gone."""
-        self.on_return: Callable[[Instance], Awaitable[None]] | None = None
-        """Awaited when a failed server answers again: brings its weights up to date, then calls ``mark_up``."""
+        self.on_free: Callable[[Instance], None] = lambda instance: None
+        """Called when a server may have nothing left: a request has ended there, a pull, an evaluation."""
 
     # --- the fleet
 
-    def add(self, engine: Engine, info: EngineInfo) -> None:
-        """A connected server joins."""
-        instance = Instance(engine, info)
+    def add(self, engine: Engine, info: EngineInfo, *, up: bool = True) -> Instance:
+        """A connected server joins; one that is not ``up`` is used once ``mark_up`` says so."""
+        instance = Instance(engine, info, up=up)
         self._instances.append(instance)
+        self.changed(instance)
+        return instance
+
+    def remove(self, instance: Instance) -> None:
+        """A server that has nothing is forgotten."""
+        self._instances.remove(instance)
+        self.changed(instance)
+
+    def changed(self, instance: Instance) -> None:
+        """The server was added or removed, came up or went down, or is to begin nothing any more (``draining``)."""
+        self._taking = [i for i in self._instances if not i.draining]
         self._refresh()
         self._report(instance)
         self._assign()
+
+    def give_back(self, instance: Instance) -> None:
+        """What waits for this server waits for any."""
+        self.waiting.forget(instance)
+        while instance.held:
+            request = instance.held.pop()
+            if not request.given.done():
+                self._queue(request.view).put(request, front=True)
 
     @property
     def instances(self) -> Sequence[Instance]:
@@ -106,28 +118,23 @@ class LLMProxy:
 
     def mark_up(self, instance: Instance) -> None:
         """A server that failed holds verified weights again."""
-        instance.up = True
-        self._refresh()
-        self._report(instance)
-        self._assign()
+        if instance.draining:  # it was not to be waited for
+            return
+        instance.up, instance.why = True, ""
+        self.changed(instance)
 
     def mark_down(self, instance: Instance, error: Exception) -> None:
         """The server failed: no more requests until it is back. Those it runs come back by themselves."""
-        self._last_error = str(error)
-        self.waiting.forget(instance)
-        while instance.held:
-            request = instance.held.pop()
-            if not request.given.done():
-                self._queue(request.view).put(request, front=True)
+        self.last_error = instance.why = str(error)
+        self.give_back(instance)
         self.unpin(instance)
         if instance.up:
             instance.up = False
-            self._refresh()
             instance.down_since = asyncio.get_running_loop().time()
-            self._report(instance)
             self._observer.instant(instance.name, "down", instance.down_since, {"error": str(error)})
-        self._trouble.set()
-        self._assign()
+        self.changed(instance)
+        self.on_free(instance)
+        self.trouble.set()
 
     def snapshot(self, newest: int = 0, pace: float = math.inf) -> FleetSnapshot:
         return FleetSnapshot(
@@ -256,11 +263,11 @@ class LLMProxy:
         except EngineError as error:
             self.mark_down(instance, error)
         except TimeoutError:
-            self.mark_down(instance, EngineError(f"{instance.name}: cut off, as it held up the run"))
+            self.mark_down(instance, EngineError(instance.why or f"{instance.name}: cut off, as it held up the run"))
         finally:
             self.generated += received
             ended = loop.time()
-            ours = self._suspended or instance.pulling or number in instance.cutting
+            ours = self._suspended or instance.pulling or instance.draining or number in instance.cutting
             for reply in replies:
                 reply.waited_s += started - asked
                 reply.ended = ended
@@ -314,7 +321,7 @@ class LLMProxy:
         in front, so that long ones do not starve. Where routing names a server without room, only those of the same
         server wait behind it."""
         if self._route is not None:
-            self._assign_from(self.waiting, self._route, self._instances)
+            self._assign_from(self.waiting, self._route, self._taking)
         else:
             self.on_change()
         if self._evaluating:
@@ -385,6 +392,7 @@ class LLMProxy:
         if not instance.running:
             self._refresh()
         self._assign_held(instance)
+        self.on_free(instance)
         self._assign()
 
     # --- suspend → model_update → resume (ROLL Flash §4.2)
@@ -438,6 +446,7 @@ class LLMProxy:
         instance.pulling = False
         self._report(instance)
         self._assign_held(instance)
+        self.on_free(instance)
         self._assign()
 
     # --- servers that an evaluation sets aside
@@ -445,7 +454,7 @@ class LLMProxy:
     def pin(self, version: int, share: float) -> list[Instance]:
         """Let ``share`` of the servers, at least one, keep ``version`` until they are unpinned. They go on with what it
         may serve, and take pinned requests. Empty if none holds it."""
-        holders = [i for i in self._instances if i.up and i.version == version]
+        holders = [i for i in self._taking if i.up and i.version == version]
         chosen = holders[: max(1, int(share * len(self._instances)))]
         for instance in chosen:
             instance.pinned = True
@@ -458,6 +467,7 @@ class LLMProxy:
             return
         instance.pinned = False
         self._refresh()
+        self.on_free(instance)
         if not self.has_pinned:
             for request in list(self._evaluating):
                 self._evaluating.remove(request)
@@ -474,26 +484,17 @@ class LLMProxy:
         (self.available.set if any(i.up for i in free) else self.available.clear)()
         (self._idle.clear if any(i.running for i in free) else self._idle.set)()
 
-    # --- failed servers
-
-    async def watch(self) -> None:
-        """Probe servers that failed until they answer; raises ``FleetDown`` when none is up for ``patience_s``."""
+    async def interrupt(self, numbers: Sequence[int], instance: Instance) -> None:
+        """These requests come back from the server with their tokens, if it runs them."""
         loop = asyncio.get_running_loop()
-        while True:
-            await self._trouble.wait()
-            await asyncio.sleep(self._probe_s)
-            down = [i for i in self._instances if not i.up]
-            if not down:
-                self._trouble.clear()
-                continue
-            for instance in down:
-                if await instance.engine.health() and self.on_return is not None:
-                    await self.on_return(instance)
-                elif instance.version >= 0 and loop.time() - instance.down_since > self._patience_s:
-                    instance.version = -1  # what it has begun is not waited for any longer
-                    self.on_change()
-            if all(not i.up and loop.time() - i.down_since > self._patience_s for i in self._instances):
-                raise FleetDown(f"no inference server is left; the last error was: {self._last_error}")
+        began = loop.time()
+        try:
+            async with asyncio.TaskGroup() as calls:
+                for number in numbers:
+                    calls.create_task(instance.engine.abort(instance.rids.get(number, "")))
+        except* EngineError as errors:
+            self.mark_down(instance, errors.exceptions[0])
+        self._observer.span(instance.name, "migrate", began, loop.time(), {"requests": len(numbers)})
 
     def _report(self, instance: Instance) -> None:
         now = asyncio.get_running_loop().time()

@@ -3,7 +3,7 @@
     prepare()   what needs the trainer (gather, write): its next step begins after it.
     deliver()   suspend → model_update → resume (ROLL Flash §4.2), so the servers stand still only while they load; the
                 trainer's next step may run meanwhile (StaleFlow figure 21).
-    restore()   brings a server that came back after a failure to the current version; used by LLMProxy.watch.
+    restore()   brings a server that came back after a failure, or joins, to the current version; used by Fleet.
     pinned()    lets some servers keep the current version while others go on, for an evaluation of it.
 
 A transport has the newest version, and older ones only perhaps. So while an update is on its way, a server that needs
@@ -46,7 +46,7 @@ class ParameterServer:
         self._running = running
         self._observer = observer
         self._version = version
-        self._announced = self._prepared = version
+        self._announced, self._prepared = version, -1
         """Newest version that the transport was given, and that it can deliver."""
         self._lock = asyncio.Lock()
         self._aligning = False
@@ -76,7 +76,7 @@ class ParameterServer:
 
     async def deliver(self, version: int) -> None:
         """Every server that is up holds ``version`` when this returns. With none up it waits for one to come back
-        (``LLMProxy.watch`` ends the run when that takes too long)."""
+        (``Fleet`` ends the run when that takes too long)."""
         while version > self._version:
             self.stage.enter("a server that is up")
             await self._proxy.available.wait()
@@ -171,7 +171,7 @@ class ParameterServer:
                 info = await instance.engine.connect()
                 await instance.engine.pause()
                 if info.version != self._version or instance.name in self._unsure:
-                    version = self._prepared
+                    version = self._prepared  # of the first one, which nobody had to be given, there is none
                     staged = self._trainer.up and version == self._announced
                     if not staged or (version > self._version and any(i.up for i in self._proxy.instances)):
                         return  # it is probed again
@@ -179,8 +179,9 @@ class ParameterServer:
                     await self._load([instance], version)
                     self._version = version
                 await instance.engine.resume()
-            except (EngineError, TrainerDied):
-                return  # it is probed again
+            except (EngineError, TrainerDied) as error:
+                instance.why = str(error)  # it is probed again
+                return
             instance.version = self._version  # not set_version: a restarted server did go back
             self._proxy.mark_up(instance)
 

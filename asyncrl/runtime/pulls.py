@@ -95,7 +95,7 @@ class PulledParameterServer(ParameterServer):
 
     async def catch_up(self) -> None:
         """Every server that is up holds the newest version when this returns."""
-        while behind := [i for i in self._proxy.instances if i.up and i.version < self._version]:
+        while behind := [i for i in self._proxy.instances if i.up and not i.draining and i.version < self._version]:
             free = [i for i in behind if not i.pulling]
             if not free:
                 self._pull_ended.clear()
@@ -173,7 +173,7 @@ class PulledParameterServer(ParameterServer):
     async def _free(self, share: float) -> list[Instance]:
         """``share`` of the servers, those first that have the newest weights; none if none is up."""
         while True:
-            up = [i for i in self._proxy.instances if i.up]
+            up = [i for i in self._proxy.instances if i.up and not i.draining]
             free = [i for i in up if not i.pulling and (self._cuts or i.version == self._version)]
             if free or not up:
                 free.sort(key=lambda i: -i.version)
@@ -195,16 +195,18 @@ class PulledParameterServer(ParameterServer):
                 info = await instance.engine.connect()
                 await instance.engine.pause()
                 version = instance.version
-                if info.version != version or instance.name in self._unsure:
-                    if not self._trainer.up:
-                        return  # it is probed again
+                if version < 0 and info.version == self._version:
+                    version = info.version  # it joins, with the newest weights
+                if version < 0 or info.version != version or instance.name in self._unsure:
                     version = self._version
+                    if not self._trainer.up or version != self._prepared:
+                        return  # it is probed again
                     self._transport.forget()
                     await self._load([instance], version)
                 await instance.engine.resume()
                 instance.version = version
-        except (EngineError, TrainerDied):
-            return  # it is probed again
+        except (EngineError, TrainerDied) as error:
+            instance.why = str(error)  # it is probed again
         else:
             self._proxy.mark_up(instance)
         finally:

@@ -18,6 +18,7 @@ from asyncrl.core.ledger import LedgerError, State
 from asyncrl.core.types import Record
 from asyncrl.runtime.controller import BATCH, DELIVERY, EPISODES, EVALUATION
 from asyncrl.runtime.evaluation import Evaluator
+from asyncrl.runtime.fleet import Launcher
 from asyncrl.runtime.instance import Instance
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.parameter_server import ParameterServer
@@ -53,7 +54,7 @@ class Status(Record, frozen=True, kw_only=True):
 
 class Books:
     """Reads one run. ``bound`` is the largest staleness of the recipe, None if there is none; ``control_timeout_s`` a
-    server's deadline for taking weights; ``kill`` ends the process of a server that was started here, by name."""
+    server's deadline for taking weights; ``launcher`` is that of servers that were started here."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class Books:
         evaluator: Evaluator,
         bound: int | None,
         control_timeout_s: float,
-        kill: Callable[[str], None] | None,
+        launcher: Launcher | None,
     ) -> None:
         self._gate = gate
         self._buffer = buffer
@@ -76,7 +77,7 @@ class Books:
         self._evaluator = evaluator
         self._bound = bound
         self._control_timeout_s = control_timeout_s
-        self._kill = kill
+        self._launcher = launcher
         # Of the status that is being made.
         self._silent: Set[str] = frozenset()
         self._most: int | None = SHOWN
@@ -107,7 +108,25 @@ class Books:
         holders = holders or servers or trainer
         named = {id(holder) for holder in holders}
         others = [h for h in (*servers, *trainer) if id(h) not in named]
+        if stage.what != BATCH and (text := self.rollouts()):
+            others.append(Holder(line=text, since=now))
         return Status(gate=gate, holders=sorted(holders, key=lambda h: h.since), more=self._more, others=others)
+
+    def rollouts(self) -> str:
+        """What has become of them, where the trainer is down or they are so far ahead that none may start."""
+        snapshot = self._buffer.snapshot()
+        s, up = snapshot.staleness, self._trainer.up
+        members = self._buffer.unfinished()
+        unfinished = {start.group_id for start, _, lease in members if lease is not None and start.v_traj is not None}
+        taken = s.reserved + s.occupied
+        if up and (unfinished or taken < s.capacity):
+            return ""
+        trainer = "the trainer" if up else "the trainer, which is started again"
+        if unfinished:
+            text = f"rollouts go on with version {snapshot.version} without {trainer}"
+            return f"{text}: {len(unfinished)} groups are under way, {s.occupied} ready"
+        text = f"rollouts wait for {trainer}: the buffer is full"
+        return f"{text}, {s.occupied} groups are ready, {taken} of {s.capacity} places taken"
 
     async def silent(self) -> set[str]:
         """Servers that do not answer, for ``status`` to tell the hung one from those that wait for it."""
@@ -244,10 +263,11 @@ class Books:
                     line=f"{line}, deadline {limit_s:g} s (engine.control_timeout_s)",
                     since=since,
                     left_s=since + limit_s - now,
-                    cut=None if self._kill is None else self._cut_server(i),
+                    cut=self._cut_server(i) if self._launcher and self._launcher.began(i.name) is not None else None,
                 )
             elif not i.up:
-                yield Holder(line=f"{i.name} is down, {now - i.down_since:.0f} s", since=i.down_since)
+                seconds = f"{now - i.down_since:.0f} s: {i.why}"
+                yield Holder(line=f"{i.name} is {'drained' if i.draining else 'down'}, {seconds}", since=i.down_since)
             elif i.pulling:
                 yield Holder(line=f"{i.name}, at version {i.version}, waits for newer weights to arrive", since=now)
         if (delivery := self._parameters.stage).what and all(i.asked is None for i in self._proxy.instances):
@@ -266,8 +286,8 @@ class Books:
 
     def _cut_server(self, instance: Instance) -> Callable[[str], None]:
         def cut(why: str) -> None:
-            if self._kill is not None:
-                self._kill(instance.name)
+            if self._launcher is not None:
+                self._launcher.kill(instance.name)
             instance.cut(asyncio.get_running_loop().time())
 
         return cut

@@ -102,6 +102,10 @@ class SimEngine(SimProcess):
             self._book()
         return self._server
 
+    @property
+    def dead(self) -> bool:
+        return self._dead
+
     # --- Engine port
 
     async def connect(self) -> EngineInfo:

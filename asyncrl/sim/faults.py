@@ -10,6 +10,8 @@
     corrupt_weights    the next weights that the server gets are not what was sent  once
     trainer_crash      the training job dies, whatever it is doing                  ``sim.trainer.start_s``
     env_storm          every environment's waits take ``factor`` times as long      ``for_s``
+    join               another server joins the fleet, as somebody has it do so     for good
+    leave              the server is drained and leaves the fleet                   for good
 
 Faults overlap as they like: a state lasts until the last fault that asks for it has ended, and of several factors the
 largest counts, so nothing stays broken for ever. Recovery is the runtime's own business; where ``trainer.restarts`` is
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import get_args
 
 from asyncrl.config import FaultConfig, SimConfig
@@ -32,9 +34,10 @@ from asyncrl.sim.engine import SimEngine
 from asyncrl.sim.env import SimEnvs
 from asyncrl.sim.trainer import SimTrainer
 
-ONCE = frozenset({"drop_reply", "duplicate_reply", "corrupt_weights", "trainer_crash"})
+ONCE = frozenset({"drop_reply", "duplicate_reply", "corrupt_weights", "trainer_crash", "leave"})
 """Kinds without an end of their own."""
-KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+KINDS: tuple[FaultKind, ...] = tuple(kind for kind in get_args(FaultKind) if kind not in ("join", "leave"))
+"""Those that are drawn: servers join and leave only as the recipe says."""
 
 
 def schedule(sim: SimConfig, *, servers: int, seed: int, restartable: bool = True) -> list[FaultConfig]:
@@ -55,7 +58,8 @@ def schedule(sim: SimConfig, *, servers: int, seed: int, restartable: bool = Tru
 
 
 class Faults:
-    """Plays ``faults``; each stands in the trace, on the track of what it hits."""
+    """Plays ``faults``; each stands in the trace, on the track of what it hits. ``join`` has another server join, which
+    is then among ``engines``, and ``leave`` the one of that name leave."""
 
     def __init__(
         self,
@@ -65,12 +69,16 @@ class Faults:
         trainer: SimTrainer,
         envs: SimEnvs,
         observer: Observer,
+        join: Callable[[], Awaitable[None]],
+        leave: Callable[[str], None],
     ) -> None:
         self._faults = faults
         self._engines = engines
         self._trainer = trainer
         self._envs = envs
         self._observer = observer
+        self._join = join
+        self._leave = leave
         self._active: dict[tuple[FaultKind, int], list[float]] = {}
         """(kind, server) → factors of the faults that hold it so."""
 
@@ -83,6 +91,9 @@ class Faults:
     async def _play(self, fault: FaultConfig) -> None:
         await asyncio.sleep(fault.at_s)
         self._say(fault, fault.kind)
+        if fault.kind == "join":
+            await self._join()
+            return
         if fault.kind in ONCE:
             self._strike(fault)
             return
@@ -102,6 +113,7 @@ class Faults:
             "duplicate_reply": engine.duplicate_reply,
             "corrupt_weights": engine.corrupt_weights,
             "trainer_crash": self._trainer.crash,
+            "leave": lambda: self._leave(engine.name),
         }
         strikes[fault.kind]()
 
@@ -123,7 +135,9 @@ class Faults:
                 self._envs.storm = max(active, default=1.0)
 
     def _say(self, fault: FaultConfig, what: str) -> None:
-        track = {"env_storm": "envs", "trainer_crash": "trainer"}.get(fault.kind, self._engines[fault.server].name)
+        track = {"env_storm": "envs", "trainer_crash": "trainer", "join": "controller"}.get(
+            fault.kind, self._engines[fault.server].name
+        )
         self._observer.instant(
             track, what, asyncio.get_running_loop().time(), {"for_s": fault.for_s, "factor": fault.factor}
         )

@@ -72,7 +72,7 @@ class RelayTransport:
     ) -> None:
         self._trainer = trainer
         self._relays = list(relays)
-        self._hosts = hosts
+        self._hosts = dict(hosts)
         self._run = run
         self._link = link
         self._timeout_s = timeout_s
@@ -161,6 +161,10 @@ class RelayTransport:
     def _tell(self) -> None:
         self.news.set()
         self.news = asyncio.Event()
+
+    def place(self, engine: str, relay: str) -> None:
+        """A server that joins, by its name, loads from this relay."""
+        self._hosts[engine] = relay
 
     # --- WeightTransport
 

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.build.virtual import Simulation, simulated
 from asyncrl.config import RecipeError
-from asyncrl.runtime.llm_proxy import FleetDown
+from asyncrl.runtime.fleet import FleetDown
 from asyncrl.runtime.user_code import EnvFailing
 from asyncrl.sim.env import SimEnv
 from asyncrl.sim.loop import run

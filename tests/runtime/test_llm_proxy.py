@@ -11,7 +11,7 @@ import pytest
 from asyncrl.core.policy.routing import round_robin
 from asyncrl.ports import Chunk, EngineRejected
 from asyncrl.runtime.generation import Completion, Prompt
-from asyncrl.runtime.llm_proxy import MAX_FRUITLESS, FleetDown, LLMProxy
+from asyncrl.runtime.llm_proxy import MAX_FRUITLESS, LLMProxy
 from asyncrl.runtime.trajectory_server import Start
 from asyncrl.sim.engine import GENERATED, SimEngine
 from asyncrl.sim.loop import run
@@ -138,47 +138,6 @@ def test_a_dying_server_costs_only_what_it_had_not_streamed(interval: int) -> No
     for completion in run(main()):
         assert whole(completion, 80)
         assert completion.server == "server 1"
-
-
-def test_watch_uses_a_returned_server_only_after_it_was_restored() -> None:
-    async def main() -> None:
-        engine = sim_engine()
-        proxy = await proxy_over(engine, probe_s=1)
-        restored: list[float] = []
-
-        async def restore(instance: object) -> None:
-            restored.append(asyncio.get_running_loop().time())
-            await asyncio.sleep(3)
-            proxy.mark_up(proxy.instances[0])
-
-        proxy.on_return = restore  # type: ignore[assignment]
-        async with asyncio.TaskGroup() as group:
-            watching = group.create_task(proxy.watch())
-            engine.kill()
-            task = group.create_task(proxy.generate(prompt()))
-            await asyncio.sleep(10)
-            assert not task.done() and not restored
-            engine.restart()
-            await task
-            watching.cancel()
-        assert len(restored) == 1
-        assert asyncio.get_running_loop().time() >= restored[0] + 3
-
-    run(main())
-
-
-def test_no_server_for_too_long_ends_the_run_with_the_last_error() -> None:
-    async def main() -> None:
-        engine = sim_engine()
-        proxy = await proxy_over(engine, probe_s=1, patience_s=30)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(proxy.watch())
-            group.create_task(proxy.generate(prompt()))
-            engine.kill()
-
-    with pytest.raises(ExceptionGroup) as caught:
-        run(main())
-    assert caught.group_contains(FleetDown, match="server 0: connection")
 
 
 def test_n_replies_of_one_request_survive_an_interruption() -> None:

@@ -67,7 +67,19 @@ class World:
         self.envs = SimEnvs(EnvModel(), SimTasks(SimConfig(), seed=0), seed=0, max_turns=1)
         self.trace = TraceRecorder()
         self.storms: list[tuple[float, float]] = []
-        self.faults = Faults(faults, engines=self.engines, trainer=self.trainer, envs=self.envs, observer=self.trace)
+        self.left: list[str] = []
+        self.faults = Faults(
+            faults,
+            engines=self.engines,
+            trainer=self.trainer,
+            envs=self.envs,
+            observer=self.trace,
+            join=self._join,
+            leave=self.left.append,
+        )
+
+    async def _join(self) -> None:
+        self.engines.append(Listening(f"server {len(self.engines)}"))
 
     async def play(self, *looks: tuple[float, Callable[[], Any]]) -> list[Any]:
         """Everything until all faults are over, with looks at stated times."""
@@ -104,6 +116,15 @@ def test_each_kind_hits_the_server_that_it_names(kind: str, heard: list[tuple[fl
     instants = [(e[1], e[2], e[3]) for e in world.trace.events]
     assert instants[0] == ("server 1", kind, 5)
     assert instants[1:] == ([] if kind in ONCE else [("server 1", f"{kind} ends", 15)])
+
+
+def test_servers_join_and_leave_as_the_recipe_says_and_are_not_drawn() -> None:
+    world = World(fault("join", 5), fault("leave", 8, server=2), fault("slow", 9, server=2))
+    run(world.play())
+    assert world.left == ["server 2"]
+    assert world.engines[2].heard == [(9, "slow 4"), (19, "slow 1")]
+    assert [(e[1], e[2]) for e in world.trace.events[:2]] == [("controller", "join"), ("server 2", "leave")]
+    assert not {"join", "leave"} & set(KINDS)
 
 
 def test_a_storm_is_over_all_environments() -> None:

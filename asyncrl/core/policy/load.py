@@ -36,6 +36,8 @@ class Load:
         self.requests: dict[int, RequestView] = instance.requests
         """As the snapshot has them."""
         self.pinned = instance.pinned
+        self.draining = instance.draining
+        """It goes on with what it has begun, where that may go on nowhere else."""
         self.up = up
         self.promised = promised
         self.cold = False

@@ -144,10 +144,9 @@ class OwnBatch:
         """They may get newer weights than those that they were told to pull."""
         for load in self._loads.values():
             load.version = load.promised
-        size = batches.size(max(1, len(self._loads)))
-        self._open = [
-            load for load in self._loads.values() if load.promised == newest and batches.begun(load.name) < size
-        ]
+        stay = [load for load in self._loads.values() if not load.draining]
+        size = batches.size(max(1, len(stay)))
+        self._open = [load for load in stay if load.promised == newest and batches.begun(load.name) < size]
         self._size = size
 
     def choose(self, request: RequestView) -> Load | None:
@@ -160,7 +159,7 @@ class OwnBatch:
             may = self._open
         else:
             return None
-        return min(may, key=lambda load: (load.groups, load.running, load.index), default=None)
+        return min(may, key=lambda load: (load.draining, load.groups, load.running, load.index), default=None)
 
     def _may(self, request: RequestView, load: Load) -> bool:
         goes_on = request.after == load.version and load.name not in self._pulls

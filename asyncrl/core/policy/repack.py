@@ -48,6 +48,7 @@ def best_fit(candidates: Sequence[Load], kv_threshold: float, roofline_batch: in
             load
             for load in candidates
             if load is not source
+            and not load.draining
             and load.index not in moves
             and tokens[load.index] + tokens[source.index] <= kv_threshold * load.max_tokens
             and running[load.index] + running[source.index] <= min(roofline_batch, load.max_running)

@@ -77,7 +77,7 @@ def when_empty(
 
 
 def _behind(loads: Sequence[Load], newest: int) -> list[Load]:
-    return [load for load in loads if load.up and not load.pinned and load.version < newest]
+    return [load for load in loads if load.up and not (load.pinned or load.draining) and load.version < newest]
 
 
 SYNCHRONIZATION: dict[str, Synchronization] = {
