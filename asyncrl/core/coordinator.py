@@ -117,7 +117,7 @@ class Coordinator:
 
     def has_begun(self, instance: str) -> bool:
         """Whether trajectories are under way that only this server is to go on with."""
-        return self._batches is not None and bool(self._batches.groups(instance))
+        return self._books is not None and self._books.has_begun(instance)
 
     def plan(self, snapshot: FleetSnapshot, room: Callable[[int], int]) -> list[Command]:
         """What to do now; nothing, if all is well. ``room(version)`` says how many groups without V_traj may start on a
@@ -156,7 +156,7 @@ class Coordinator:
         return [*issued, Abort(requests=lost)] if lost else [*issued]
 
     def _load(self, index: int, instance: InstanceSnapshot) -> Load:
-        if not instance.up or (instance.draining and self._batches is None):
+        if not instance.up or (instance.draining and self._books is None):
             self.forget(instance.name)
             return Load(index, instance, up=False, promised=-1)
         expected = self._expected.get(instance.name)

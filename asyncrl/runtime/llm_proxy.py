@@ -64,8 +64,7 @@ class LLMProxy:
         self._suspended = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self.trouble = asyncio.Event()
-        """Set when a server has failed."""
+        self.trouble = asyncio.Event()  # a server has failed
         self.available = asyncio.Event()
         """Set while at least one server is up and may be given weights."""
         self.last_error = ""

@@ -24,7 +24,17 @@ from asyncrl.sim.loop import run
 
 from .test_faults import SHORT, downs
 from .test_llm_proxy import prompt, whole
-from .world import check_laws, coordinated_recipe, laminar_recipe, play, proxy_over, random_recipe, recipe, sim_engine
+from .world import (
+    check_laws,
+    coordinated_recipe,
+    dora_recipe,
+    laminar_recipe,
+    play,
+    proxy_over,
+    random_recipe,
+    recipe,
+    sim_engine,
+)
 
 SEEDS = int(os.environ.get("ASYNCRL_SEEDS", "25"))
 
@@ -315,7 +325,13 @@ def test_a_dead_server_that_is_to_leave_leaves_at_once(when: str) -> None:
 
 # --- whole runs
 
-RECIPES = {"any": random_recipe, "staleflow": coordinated_recipe, "laminar": laminar_recipe}
+PRESETS = ["roll-flash", "staleflow", "laminar", "dora"]
+RECIPES = {
+    "any": random_recipe,
+    "staleflow": coordinated_recipe,
+    "laminar": laminar_recipe,
+    "dora": dora_recipe,
+}
 
 
 def moves(seed: int) -> list[dict[str, Any]]:
@@ -343,6 +359,7 @@ def preset(name: str, **tables: Any) -> Recipe:
         "roll-flash": {},
         "staleflow": {"staleness": {"control": "buffers", "bound": 2}, "engine": {"routing": "waterfall"}},
         "laminar": {},
+        "dora": {},
     }[name]
     engine = {"count": 3, **SHORT, **control.get("engine", {})}
     return recipe(
@@ -357,7 +374,7 @@ def preset(name: str, **tables: Any) -> Recipe:
     )
 
 
-@pytest.mark.parametrize("name", ["roll-flash", "staleflow", "laminar"])
+@pytest.mark.parametrize("name", PRESETS)
 def test_under_each_policy_a_server_leaves_and_another_takes_part_with_the_newest_weights(name: str) -> None:
     faults = [{"kind": "leave", "at_s": 6.0, "server": 0}, {"kind": "join", "at_s": 10.0}]
     settings = preset(name, sim={"faults": faults})
@@ -405,7 +422,7 @@ def test_a_hung_server_of_the_launcher_is_started_again_in_a_whole_run() -> None
 # --- rollouts while the trainer is down
 
 
-@pytest.mark.parametrize("name", ["roll-flash", "staleflow", "laminar"])
+@pytest.mark.parametrize("name", PRESETS)
 def test_rollouts_go_on_without_the_trainer_until_the_buffer_is_full_and_say_so(name: str) -> None:
     trainer = {"fixed_s": 1.0, "start_s": 300.0}
     settings = preset(
@@ -440,7 +457,7 @@ def test_rollouts_go_on_without_the_trainer_until_the_buffer_is_full_and_say_so(
 # --- servers that come back as others
 
 
-@pytest.mark.parametrize("name", ["roll-flash", "staleflow", "laminar"])
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_server_that_comes_back_with_weights_of_nobody_knows_whom_is_given_the_right_ones_first(name: str) -> None:
     settings = preset(name)
 
@@ -459,7 +476,7 @@ def test_a_server_that_comes_back_with_weights_of_nobody_knows_whom_is_given_the
     assert all(0 < e[4] <= settings.run.steps for e in states if e[5])
 
 
-@pytest.mark.parametrize("name", ["roll-flash", "staleflow", "laminar"])
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_server_that_comes_back_with_another_model_is_not_used_and_the_status_says_why(name: str) -> None:
     settings = preset(name)
     seen: list[str] = []

@@ -53,6 +53,9 @@ class Batches:
     def groups(self, name: str) -> Sequence[int]:
         return tuple(self._groups.get(name, ()))
 
+    def has_begun(self, name: str) -> bool:
+        return bool(self._groups.get(name))
+
     def begun(self, name: str) -> int:
         return self._begun.get(name, 0)
 

@@ -11,6 +11,9 @@ groups go to the newest version that servers hold. What older ones have begun en
 * Where a KV cache is fuller than the threshold, the requests that came last go to servers of the same version that stay
   below it (§4.3, "utilization-based").
 
+A server that drains gives its version up, too. If it is the last of a version that is needed, it takes what that version
+has begun, and nothing else, until that has ended.
+
 So a server keeps its version and what it has while it can, the fewest tokens are moved, and nothing but newest weights
 is ever loaded: "decrease the legacy versions and increase the latest one".
 
@@ -53,6 +56,8 @@ class Versions:
         """Version → such groups."""
         self._leaving: dict[str, int] = {}
         """Server → the version that it gives up."""
+        self._kept: dict[str, None] = {}
+        """Servers that drain, and are the last ones of a version that is needed."""
         self._work: Counter[int] = Counter()
         """Version → requests that run or wait for it."""
         self._initial = 0
@@ -70,10 +75,15 @@ class Versions:
                 self._work[load.promised] += load.running
             if self._leaving.get(load.name, load.promised) != load.promised:
                 del self._leaving[load.name]
+            if load.draining:
+                self._leaving[load.name] = load.promised
+                self._kept.pop(load.name, None)
         for version, group in holders.items():
             last = max(group, key=lambda load: (load.name not in self._leaving, load.running, -load.index))
             self._leaving.pop(last.name, None)
             last.needed = self._work[version] > 0 or self._groups[version] > 0
+            if last.draining and last.needed:
+                self._kept[last.name] = None
             for load in group:
                 load.leaving = load.name in self._leaving
 
@@ -81,6 +91,9 @@ class Versions:
         """No trajectory of the group is under way."""
         for version in self._generate.pop(group, ()):
             self._groups[version] -= 1
+
+    def has_begun(self, name: str) -> bool:
+        return name in self._kept
 
     def given(self, group: int, version: int) -> None:
         versions = self._generate.setdefault(group, {})
@@ -117,7 +130,8 @@ class Versions:
         held = Counter(load.promised for load in loads if load.promised >= 0 and not load.leaving)
         work = {version: max(self._work[version], self._groups[version], 1) for version in held}
         work[newest] = max(1, self._work[newest] + (self._initial if self._control.room(newest) else 0))
-        servers, total = sum(load.promised >= 0 for load in loads), sum(work.values())
+        servers = sum(load.promised >= 0 and not load.draining for load in loads)
+        total = sum(work.values())
         for version in sorted(ours.keys() - {newest}):
             in_order = sorted(ours[version], key=lambda load: (load.tokens, load.index))
             leave = min(len(in_order), held[version] - max(1, servers * work[version] // total))
@@ -188,7 +202,8 @@ class NewestFirst:
         self._admission = admission
         self._held = {load.promised for load in loads}
         self._coming = any(
-            load.leaving or (load.promised == newest and (load.cold or load.version < newest)) for load in loads
+            (load.leaving and not load.draining) or (load.promised == newest and (load.cold or load.version < newest))
+            for load in loads
         )
         self._servers: dict[int, list[Load]] = {}
         """Version → servers that take requests now."""
@@ -220,14 +235,15 @@ class NewestFirst:
     def _begin(self, request: RequestView) -> Load | None:
         if not self._admission.open(self._newest):
             return None
-        held = sorted(self._servers, reverse=True)
-        if self._newest not in self._servers:
+        begin = {version: [load for load in s if not load.draining] for version, s in self._servers.items()}
+        held = sorted((version for version, loads in begin.items() if loads), reverse=True)
+        if self._newest not in held:
             held = held[:1]
         for version in held:
             if version < self._newest and (self._coming or not self._versions.supplements(version)):
                 return None
             if version not in self._full and self._admission.open(version):
-                load = least_loaded(request, [load for load in self._servers[version] if not load.waiting])
+                load = least_loaded(request, [load for load in begin[version] if not load.waiting])
                 if load is not None:
                     return load
         return None
