@@ -11,8 +11,8 @@ groups go to the newest version that servers hold. What older ones have begun en
 * Where a KV cache is fuller than the threshold, the requests that came last go to servers of the same version that stay
   below it (§4.3, "utilization-based").
 
-A server that drains gives its version up, too. If it is the last of a version that is needed, it takes what that version
-has begun, and nothing else, until that has ended.
+A server that drains gives its version up, too. If it is the last of a version that is needed, it takes what that
+version has begun, and nothing else, until that has ended.
 
 So a server keeps its version and what it has while it can, the fewest tokens are moved, and nothing but newest weights
 is ever loaded: "decrease the legacy versions and increase the latest one".
