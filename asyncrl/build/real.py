@@ -321,7 +321,7 @@ async def train(
         while True:
             if run is not None:
                 _gauge(recorder, run)
-                progress.rollouts = run.books.rollouts()
+                progress.rollouts = "" if trainer.up else run.books.rollouts()
                 recorder.counter("loop/lag_p99", recorder.clock(), lag.p99)
             progress.render()
             await asyncio.sleep(RENDER_S)

@@ -47,7 +47,7 @@ class Progress:
         self.ending = ""
         """What the end of the run waits for, if it has come to that."""
         self.rollouts = ""
-        """Why rollouts go on without the trainer, or wait for it, if they do."""
+        """Whether rollouts go on without a trainer that is down, or wait for it."""
         self._samples: deque[tuple[float, float, dict[str, tuple[float, float]]]] = deque()
         if out.isatty() and os.environ.get("TERM") != "dumb":
             from rich.console import Console

@@ -190,6 +190,7 @@ def test_a_group_has_the_oldest_version_that_its_members_go_to_whatever_the_orde
         waiting=waiting,
         snapshot=lambda newest, pace: None,
         hand=lambda request, instance: given.append((request.view.id, instance.name)),
+        on_free=lambda instance: None,
     )
     routes = [Route(instance="v4", requests=(1,)), Route(instance="v3", requests=(2,))]
     anything: Any = SimpleNamespace(
