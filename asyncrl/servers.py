@@ -144,6 +144,8 @@ class LocalProcesses(ABC):
             self._note(f"{self._children[index].death()}; starting it again")
             await asyncio.sleep(min(MAX_BACKOFF_S, engine.restart_backoff_s * 2**tries))
             tries += 1
+            if child.name in self._retired:
+                return
             self._children[index] = await self._start(index)
         again = f"; it died {tries + 1} times and is given up" if tries else ""
         self._note(f"{self._children[index].death()}{again}")

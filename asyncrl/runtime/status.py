@@ -266,8 +266,9 @@ class Books:
                     cut=self._cut_server(i) if self._launcher and self._launcher.began(i.name) is not None else None,
                 )
             elif not i.up:
-                seconds = f"{now - i.down_since:.0f} s: {i.why}"
-                yield Holder(line=f"{i.name} is {'drained' if i.draining else 'down'}, {seconds}", since=i.down_since)
+                if not i.draining:
+                    line = f"{i.name} is down, {now - i.down_since:.0f} s" + (f": {i.why}" if i.why else "")
+                    yield Holder(line=line, since=i.down_since)
             elif i.pulling:
                 yield Holder(line=f"{i.name}, at version {i.version}, waits for newer weights to arrive", since=now)
         if (delivery := self._parameters.stage).what and all(i.asked is None for i in self._proxy.instances):
