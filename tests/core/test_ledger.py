@@ -135,3 +135,67 @@ def test_reasons_are_counted_by_final_state() -> None:
         ledger.move(i, to, reason)
     assert ledger.reasons() == {"aborted": {"end": 1}, "failed": {"step: boom": 2}}
     assert repr(ledger) == "<Ledger surplus 1, failed 2, aborted 1, reserved_ever 4>"
+
+
+class Uses(RuleBasedStateMachine):
+    """Trajectories that are trained up to three times, against a count of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger(reuse=3)
+        self.uses: dict[int, int] = {}
+        self.spent: set[int] = set()
+
+    @rule()
+    def consume(self) -> None:
+        number = len(self.uses)
+        self.ledger.reserve(number)
+        for state in PATHS[State.CONSUMED]:
+            self.ledger.move(number, state)
+        self.uses[number] = 1
+
+    @rule(pick=st.integers(0, 9), spend=st.booleans())
+    def use(self, pick: int, spend: bool) -> None:
+        may = pick in self.uses and pick not in self.spent
+        act = self.ledger.spend if spend else self.ledger.use_again
+        if may and (spend or self.uses[pick] < 3):
+            act(pick)
+            if spend:
+                self.spent.add(pick)
+            else:
+                self.uses[pick] += 1
+        else:
+            with pytest.raises(LedgerError):
+                act(pick)
+
+    @rule()
+    def go_on(self) -> None:
+        """As another process does."""
+        restored = Ledger(reuse=3)
+        again = {number: n for number, n in self.uses.items() if number not in self.spent}
+        final = {("consumed", ""): len(self.uses)} if self.uses else {}
+        restored.restore(final, {}, len(self.uses) - 1, uses=sum(self.uses.values()), again=again)
+        self.ledger = restored
+
+    @invariant()
+    def each_use_counts_and_each_trajectory_is_consumed_once(self) -> None:
+        assert self.ledger.uses == sum(self.uses.values())
+        assert self.ledger.counts()["consumed"] == self.ledger.counts()["reserved_ever"] == len(self.uses)
+        self.ledger.check_conserved()
+        if self.spent == set(self.uses):
+            self.ledger.check_balanced()
+        else:
+            with pytest.raises(LedgerError, match="still wait to be used again"):
+                self.ledger.check_balanced()
+
+
+TestUses = Uses.TestCase
+TestUses.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+
+
+def test_uses_that_the_consumed_ones_cannot_have_had_are_found() -> None:
+    for uses in (1, 5):
+        ledger = Ledger(reuse=2)
+        ledger.restore({("consumed", ""): 2}, {}, 1, uses=uses)
+        with pytest.raises(LedgerError, match=f"2 trajectories were consumed, but used {uses} times"):
+            ledger.check_conserved()

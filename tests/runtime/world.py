@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -219,7 +220,8 @@ def check_laws(settings: Recipe, simulation: Simulation) -> None:
     batches = simulation.trace.batches
     assert [b.step for b in batches] == list(range(settings.run.steps))
     consumed = [t.id for b in batches for t in b.trajectories]
-    assert len(consumed) == len(set(consumed)) == ledger.counts()["consumed"]
+    assert len(set(consumed)) == ledger.counts()["consumed"]
+    assert len(consumed) == ledger.uses and max(Counter(consumed).values()) <= settings.buffer.reuse
     for batch in batches:
         assert len(batch.groups) == settings.rollout.batch_groups
         assert {len(g.trajectories) for g in batch.groups} == {settings.rollout.group_size}
