@@ -17,13 +17,15 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import resource
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from asyncrl.cli import main as asyncrl_main
 from asyncrl.core import journal
 from asyncrl.core.types import Task, Trajectory, Turn, flatten
 from asyncrl.observe.database import STORE
+from asyncrl.observe.run_dir import LineFile
 from asyncrl.observe.store import SEGMENTS, Store
 from asyncrl.observe.summary import read_summary
 from asyncrl.workers import ThreadBlocking
@@ -238,41 +241,49 @@ def run_phase(phase: Phase, *args: Any) -> dict[str, Any]:
 
 
 def share_of_a_run(recipe: str, overrides: list[str]) -> dict[str, float]:
-    """Of a real run: CPU seconds of the store's writes and of what it does on the loop, of the controller with them and
-    of its children; how long the train step waited for the store; and how long the run took."""
-    seconds = waited = 0.0
-    write, put, committed = Store.write, Store.put, Store.committed
+    """Of a real run: CPU seconds of the store's writes (without the files beside the database, which are written first)
+    and of what it does on the loop, of the controller with them, and of its children; how long steps waited for the
+    store, all in all; how long segments were synced, which depends on what else the disk does; and the run's time."""
+    spent: Counter[str] = Counter()
+    write, put, committed, sync = Store.write, Store.put, Store.committed, LineFile.sync
+
+    @contextmanager
+    def clocked(name: str, clock: Callable[[], float] = time.thread_time) -> Iterator[None]:
+        began = clock()
+        try:
+            yield
+        finally:
+            spent[name] += clock() - began
 
     def measured_write(store: Store) -> None:
-        nonlocal seconds
         flush = store.before
 
-        def not_counted() -> None:  # the files beside the database
-            nonlocal seconds
-            began = time.thread_time()
-            flush()
-            seconds -= time.thread_time() - began
+        def flush_by_itself() -> None:
+            with clocked("files_cpu_s"):
+                flush()
 
-        store.before, began = not_counted, time.thread_time()
+        store.before = flush_by_itself
         try:
-            write(store)
+            with clocked("writes_cpu_s"):
+                write(store)
         finally:
             store.before = flush
-        seconds += time.thread_time() - began
 
     def measured_put(store: Store, entry: journal.Entry) -> None:
-        nonlocal seconds
-        began = time.thread_time()
-        put(store, entry)
-        seconds += time.thread_time() - began
+        with clocked("put_cpu_s"):
+            put(store, entry)
+
+    def measured_sync(file: LineFile) -> None:
+        with clocked("segments_sync_s", time.monotonic):
+            sync(file)
 
     async def measured_committed(store: Store) -> None:
-        nonlocal waited
-        began = time.monotonic()
-        await committed(store)
-        waited += time.monotonic() - began
+        spent["waits"] += 1
+        with clocked("waited_s", time.monotonic):
+            await committed(store)
 
     Store.write, Store.put, Store.committed = measured_write, measured_put, measured_committed  # type: ignore[method-assign]
+    LineFile.sync = measured_sync  # type: ignore[method-assign]
     options = [part for override in overrides for part in ("--set", override)]
     with tempfile.TemporaryDirectory() as folder:
         if code := asyncrl_main(["train", recipe, "--run-dir", f"{folder}/run", *options]):
@@ -281,16 +292,18 @@ def share_of_a_run(recipe: str, overrides: list[str]) -> dict[str, float]:
     assert summary is not None
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     controller, children = time.process_time(), usage.ru_utime + usage.ru_stime
+    store = spent["writes_cpu_s"] - spent["files_cpu_s"] + spent["put_cpu_s"]
     return {
-        "store_cpu_s": seconds,
+        **spent,
+        "store_cpu_s": store,
         "controller_cpu_s": controller,
         "children_cpu_s": children,
-        "share_of_controller": seconds / controller,
-        "share_of_all_cpu": seconds / (controller + children),
         "run_s": summary.seconds,
-        "waited_s": waited,
-        "waited_share": waited / summary.seconds,
-        "cpu_share_of_run_s": seconds / summary.seconds,
+        "store_share_of_controller": store / controller,
+        "store_share_of_all_cpu": store / (controller + children),
+        "store_cpu_share_of_time": store / summary.seconds,
+        "waited_share_of_time": spent["waited_s"] / summary.seconds,
+        "load": os.getloadavg()[1],
     }
 
 
