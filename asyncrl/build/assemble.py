@@ -326,6 +326,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         observer=world.observer,
         gate=world.gate,
         checkpoint=world.checkpoint,
+        checkpointed=lambda: world.trainer.checkpointed,
         checkpoint_every=recipe.checkpoint_every,
         overlap=recipe.overlaps_update,
         streamed_groups=recipe.streamed_groups,

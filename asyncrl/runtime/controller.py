@@ -50,7 +50,8 @@ class AsyncController:
     ``streamed_groups``: so many first groups of a batch may go to the trainer before the others; 0: none.
     ``eval_every``: steps between evaluations beside training; 0: none.
     ``gate`` is kept at what the run as a whole waits for.
-    ``checkpoint`` is awaited with the version every ``checkpoint_every`` steps (0: only at the end).
+    ``checkpoint`` is awaited with the version ``checkpoint_every`` steps after that of ``checkpointed`` (0: only at the
+    end): one that was lost with its trainer is made up for at once, not in its turn.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class AsyncController:
         observer: Observer,
         gate: Stage,
         checkpoint: Callable[[int], Awaitable[None]],
+        checkpointed: Callable[[], int],
         checkpoint_every: int = 0,
         overlap: bool = False,
         streamed_groups: int = 0,
@@ -85,6 +87,7 @@ class AsyncController:
         self._evaluator = evaluator
         self._observer = observer
         self._checkpoint = checkpoint
+        self._checkpointed = checkpointed
         self._checkpoint_every = checkpoint_every
         self._overlap = overlap
         self._delivery: asyncio.Task[None] | None = None
@@ -184,7 +187,8 @@ class AsyncController:
                 ledger=self._buffer.ledger.counts(),
             )
         )
-        if self._checkpoint_every and (step + 1) % self._checkpoint_every == 0 and step + 1 < self._steps:
+        due = self._checkpoint_every and step + 1 >= self._checkpointed() + self._checkpoint_every
+        if due and step + 1 < self._steps:
             self._enter(who, TRAINER)
             await self._checkpoint(result.version)
 

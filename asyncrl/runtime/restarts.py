@@ -70,6 +70,8 @@ class RestartingTrainer:
         self._bringing_back = asyncio.Lock()
         self._saving = 0, 0
         """Version and life of the checkpoint that was begun last."""
+        self.checkpointed = 0
+        """The version at which a checkpoint was tried last, or of the one that the job has begun from since."""
         self.baseline: Callable[[int], float | None] = lambda step: None
         """The running mean of returns that a step subtracts."""
         self.stages: list[Stage] = []
@@ -160,6 +162,7 @@ class RestartingTrainer:
 
     async def save(self, folder: str) -> int:
         await self._store.committed()  # no checkpoint is ahead of the store
+        self.checkpointed = self._version
         version = await self.attempt(lambda: self._job.save(folder), "a checkpoint to begin", cut=False)
         self._saving = version, self._life
         return version
@@ -258,7 +261,7 @@ class RestartingTrainer:
         """Bring a job from version ``first`` to where the last one was; the number of steps that this took. ``exact``:
         the weights must be the same, for there are servers that have them. Else they may differ by rounding, as with
         another number of ranks."""
-        step = first
+        step = self.checkpointed = first
         await self.restage(step)
         while step < self._version:
             trained = await self._store.trained_on(step) if self._store.keeps else self._kept.get(step)

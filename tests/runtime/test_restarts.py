@@ -72,6 +72,20 @@ def test_a_trainer_may_die_at_any_moment(transport: str, alpha: int) -> None:
     assert replayed >= {0, 1, 2}
 
 
+def test_a_checkpoint_that_is_lost_with_its_trainer_is_made_up_for_at_once() -> None:
+    """In its turn, what has to be trained again would be twice as much at the next death, and so on."""
+    again = []
+    for tick in range(30):
+        first = 2.0 + 0.31 * tick
+        settings = dying(
+            first, first + 9.0, first + 18.0, run={"steps": 12}, sim={"trainer": {**SIM_TRAINER, "save_s": 0.9}}
+        )
+        simulation = play(settings)
+        check_trained_once(settings, simulation)
+        again += [steps for _, _, steps in restarts(simulation)]
+    assert max(again) <= 3, "the two of a turn, and one while its checkpoint was written"
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_laws_hold_for_any_settings_and_several_deaths(seed: int) -> None:
     rng = random.Random(seed)
