@@ -255,7 +255,7 @@ def share_of_a_run(recipe: str, overrides: list[str]) -> dict[str, float]:
         finally:
             spent[name] += clock() - began
 
-    def measured_write(store: Store) -> None:
+    def measured_write(store: Store, put: int | None = None) -> None:
         flush = store.before
 
         def flush_by_itself() -> None:
@@ -265,7 +265,7 @@ def share_of_a_run(recipe: str, overrides: list[str]) -> dict[str, float]:
         store.before = flush_by_itself
         try:
             with clocked("writes_cpu_s"):
-                write(store)
+                write(store, put)
         finally:
             store.before = flush
 

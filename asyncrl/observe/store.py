@@ -101,7 +101,7 @@ class Store:
         if self._done >= self._put:
             return
         if not self._running:  # the run has ended, and its last checkpoint is written
-            await self._blocking.run(self.write)
+            await self._blocking.run(self.write, self._put)
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append((self._put, future))
@@ -150,7 +150,8 @@ class Store:
                             await self._urgent.wait()
                 self._wake.clear()
                 self._urgent.clear()
-                await self._blocking.run(self.write)
+                # What comes meanwhile may be half of what belongs together.
+                await self._blocking.run(self.write, self._put)
                 while self._scored:
                     self._spill.stored(*self._scored.popleft())
                 self._spill.empty()
@@ -204,12 +205,14 @@ class Store:
 
     # --- the transaction
 
-    def write(self) -> None:
-        """Everything that was put before the call. On any thread. Raises ``RunDirError``, again once it has failed."""
+    def write(self, put: int | None = None) -> None:
+        """Everything that was put before the call, or the first ``put`` of all entries ever. On any thread. Raises
+        ``RunDirError``, again once it has failed."""
         with self._mutex:
             if self._error is not None:
                 raise self._error
-            entries = [self._queue.popleft() for _ in range(len(self._queue))]
+            count = len(self._queue) if put is None else max(0, put - self._done)
+            entries = [self._queue.popleft() for _ in range(count)]
             if not entries:
                 return
             try:

@@ -155,9 +155,9 @@ class Life:
         self.saved = store.load(self.checkpoint[0])
         write = store.write
 
-        def watched_write() -> None:
+        def watched_write(put: int | None = None) -> None:
             self._look(store)  # a checkpoint may have been completed since
-            write()
+            write(put)
             self._look(store)
 
         if self.watched:
@@ -268,9 +268,9 @@ def go_on(earlier: Life, disk: Disk, run_dir: Path, *, watched: bool = False) ->
     return life
 
 
-def killed(name: str, tmp_path: Path, points: int | None) -> None:
+def killed(name: str, tmp_path: Path, points: int | None, seed: int = 0) -> None:
     """At so many of the moments that leave something else on the disk; None: at all."""
-    whole = Life(RECIPES[name], tmp_path / "whole", watched=True)
+    whole = Life(msgspec.structs.replace(RECIPES[name], seed=seed), tmp_path / "whole", watched=True)
     chosen = whole.disks if points is None else random.Random(name).sample(whole.disks, points)
     kept = [went for disk in chosen for went in went_on(go_on(whole, disk, tmp_path / "again"))]
     if "multi-turn" in name:  # whose environments say the same to the same actions
@@ -283,9 +283,12 @@ def test_a_killed_run_loses_nothing_and_trains_nothing_twice(name: str, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("name", RECIPES)
-def test_so_it_is_at_every_moment(name: str, tmp_path: Path) -> None:
-    killed(name, tmp_path, points=None)
+def test_so_it_is_at_every_moment(name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that waits for nothing writes most often: thousands of moments, all in all."""
+    monkeypatch.setattr("asyncrl.observe.store.LINGER_S", 0.0)
+    killed(name, tmp_path, points=None, seed=seed)
 
 
 @pytest.mark.parametrize("name", ["asyncrl, odd", "staleflow, multi-turn"])

@@ -231,6 +231,28 @@ async def test_who_waits_goes_on_when_all_that_was_put_is_written(tmp_path: Path
             service.cancel()
 
 
+async def test_what_is_put_at_once_is_written_at_once(tmp_path: Path) -> None:
+    """A thread that writes may come between two calls of the loop's."""
+    durable = []
+
+    class Between(Inline):
+        async def run(self, fn: Callable[..., Any], *args: Any) -> Any:
+            opened_store.put(opened(2, 2))
+            fn(*args)
+            durable.append(opened_store.db.execute("SELECT count(*) FROM groups").fetchone()[0])
+            opened_store.put(opened(3, 3))
+
+    with closing(Store(tmp_path, blocking=Between(), find_task=find_task)) as opened_store:
+        async with asyncio.TaskGroup() as group:
+            service = group.create_task(opened_store.run())
+            opened_store.put(opened(0, 0))
+            opened_store.put(opened(1, 1))
+            await opened_store.committed()
+            service.cancel()
+        assert durable[0] == 2
+    assert len(found(tmp_path).groups) == 4
+
+
 def test_a_full_disk_is_one_line_and_said_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened_store = Store(tmp_path, blocking=Inline(), find_task=find_task)
     opened_store.db.execute("PRAGMA max_page_count = 1")
