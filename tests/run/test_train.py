@@ -16,6 +16,8 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.build.status import show
+from asyncrl.observe.run_dir import TRACE
+from asyncrl.observe.timeline import TRAINER, read_timeline
 
 from .conftest import Train
 
@@ -73,6 +75,21 @@ def test_a_run_leaves_everything_it_promises(train: Start, tiny_recipe: Path, ov
         assert page.width >= 1000
     assert "report" in run.text()
     assert "Traceback" not in run.text()
+
+
+def test_servers_of_two_versions_generate_side_by_side_each_trajectory_by_one(train: Start) -> None:
+    run = train(*set_("preset=dora", "engine.rebalance_s=0.1", "engine.stream_interval=1", "run.steps=8"))
+    assert run.wait() == 0, run.text()
+    run.check_ended_cleanly()
+    summary = run.summary
+    assert summary["steps"] == 8 and summary["staleness"]["max"] <= 2
+    assert summary["ledger"]["surplus"] == 0 and summary["ledger"]["failed"] == 0
+    for line in run.lines("trajectories.jsonl"):
+        assert len({version for version, _ in line["versions"]} - {-1}) <= 1
+    first, second = (lane for lane in read_timeline(run.run_dir / TRACE) if lane.name != TRAINER)
+    assert any(
+        a.version != b.version and a.start < b.end and b.start < a.end for a in first.segments for b in second.segments
+    ), "at no time did the servers generate by different versions"
 
 
 def test_a_run_that_has_finished_is_left_alone(train: Start, tiny_recipe: Path) -> None:
