@@ -179,6 +179,7 @@ def dora_recipe(seed: int, **tables: Any) -> Recipe:
             "migration": rng.choice(["none", "repartition", "repartition"]),
             "rebalance_s": rng.choice([0.05, 0.5, 5.0]),
             "kv_threshold": rng.choice([0.5, 0.9]),
+            "kv_reuse": rng.random() < 0.5,
         },
     }
     return random_recipe(seed, **{name: _over(drawn.get(name), tables.get(name)) for name in {**drawn, **tables}})
