@@ -91,7 +91,10 @@ RECIPES = {
     "queue-max": recipe({"preset": "queue-max", "staleness": {"bound": 1}}, MULTI_TURN),
     "queue-drop": recipe({"preset": "queue-drop"}),
     "batch rollout": recipe({"rollout": {"queue_scheduling": False}}),
-    "reuse": recipe({"staleness": {"bound": 3}, "buffer": {"sampler": "advantage", "reuse": 2}}, GENERATION_BOUND),
+    "reuse": recipe(
+        {"preset": "roll-flash", "staleness": {"bound": 3}, "buffer": {"sampler": "advantage", "reuse": 2}},
+        GENERATION_BOUND,
+    ),
     "reuse, multi-turn": recipe(
         {
             "preset": "laminar",
