@@ -117,6 +117,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "asyncrl": {"preset": "asyncrl", "staleness": {"bound": BOUND}},
     "laminar": {"preset": "laminar"},
     "laminar, bound 1": {"preset": "laminar", "staleness": {"control": "buffers", "bound": BOUND}},
+    "dora": {"preset": "dora", "staleness": {"bound": BOUND}},
 }
 """Recipe columns by name."""
 
