@@ -471,7 +471,7 @@ def test_a_server_that_comes_back_with_weights_of_nobody_knows_whom_is_given_the
 
     simulation = play(settings, strike)
     check_laws(settings, simulation)
-    states = [e for e in simulation.trace.events if e[:2] == ("server", "server 1") and e[2] > 6]
+    states = [e for e in simulation.trace.events if e[:2] == ("server", "server 1") and e[2] >= 6]
     assert states[-1][5] and any(not e[5] for e in states)
     assert all(0 <= e[4] <= settings.run.steps for e in states if e[5])
     assert simulation.engines[1].version <= settings.run.steps
