@@ -136,7 +136,7 @@ class Progress:
         return [(name, self._showable(text)) for name, text in rows]
 
     def _server_rows(self) -> list[tuple[str, str]]:
-        servers = self._tally.servers
+        servers = {name: s for name, s in self._tally.servers.items() if name not in self._tally.left}
         if len(servers) <= SERVER_ROWS:
             return [
                 (name, f"v{s.version}  running {s.running}  busy {_percent(self._busy([name]))}" if s.up else "down")

@@ -61,6 +61,7 @@ class Tally(Observer):
         self.evals: list[Evaluation] = []
         self._before = 0  # steps that the run had done when it was resumed
         self.servers: dict[str, ServerTime] = {}
+        self.left: set[str] = set()  # of these, those that are gone for good
         self.gauges: dict[str, float] = {}  # newest value of every counter
         self.budget = ""  # what the staleness budget moved last, and why
         self.states: Counter[str] = Counter()  # finished trajectories by final state
@@ -153,9 +154,11 @@ class Tally(Observer):
             self._longest_s = max(self._longest_s, end - start)
 
     def instant(self, track: str, name: str, at: float, args: Mapping[str, Any] = NO_ARGS) -> None:
-        """Of moments, the newest move of the staleness budget is kept."""
+        """Of moments, the newest move of the staleness budget is kept, and which servers left."""
         if track == "budget":
             self.budget = name
+        elif name == "left":
+            self.left.add(track)
 
     def counter(self, name: str, at: float, value: float) -> None:
         self.gauges[name] = value

@@ -58,9 +58,7 @@ class LLMProxy:
         self.waiting = TrajectoryServer()
         self._evaluating = TrajectoryServer()
         """Pinned requests, which do not stand in the others' way."""
-        self._sequence = 0
-        self._arrivals = 0
-        self._ended = 0
+        self._sequence = self._arrivals = self._ended = 0
         self._suspended = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -88,6 +86,7 @@ class LLMProxy:
         """A server that has nothing is forgotten."""
         self._instances.remove(instance)
         self.changed(instance)
+        self._observer.instant(instance.name, "left", asyncio.get_running_loop().time(), {})
 
     def changed(self, instance: Instance) -> None:
         """The server was added or removed, came up or went down, or is to begin nothing any more (``draining``)."""

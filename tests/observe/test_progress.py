@@ -192,6 +192,25 @@ def test_many_servers_share_a_row(recorder: Recorder, clock: Clock):
     assert "server 3" not in rows
 
 
+def test_a_server_that_left_has_no_row(recorder: Recorder, clock: Clock):
+    progress = Progress(recorder, Terminal(tty=False))
+    for name in ("server 0", "server 1"):
+        recorder.server(name, clock(), 0, 3)
+    recorder.server("server 0", clock(), 0, 3, up=False)
+    assert ("server 0", "down") in progress.rows()
+    recorder.instant("server 0", "left", clock(), {})
+    assert [name for name, _ in progress.rows() if name.startswith("server")] == ["server 1"]
+
+
+def test_rollouts_without_a_trainer_are_told_of(recorder: Recorder, clock: Clock):
+    out = Terminal(tty=False)
+    progress = Progress(recorder, out)
+    progress.rollouts = "rollouts go on with version 3 without the trainer"
+    assert ("", progress.rollouts) in progress.rows()
+    progress.render()
+    assert out.text.splitlines()[-1] == f"  {progress.rollouts}"
+
+
 def test_a_terminal_shows_one_panel_that_is_drawn_over(recorder: Recorder, clock: Clock):
     out = Terminal()
     progress = Progress(recorder, out)
