@@ -101,6 +101,7 @@ class Recorder(Tally):
             self._put(("span", track, name, start, end, args))
 
     def instant(self, track: str, name: str, at: float, args: Mapping[str, Any] = NO_ARGS) -> None:
+        super().instant(track, name, at, args)
         self._put(("instant", track, name, at, args))
 
     def counter(self, name: str, at: float, value: float) -> None:
