@@ -157,8 +157,7 @@ class Fleet:
     def _judge(self, instance: Instance, now: float) -> None:
         name = instance.name
         silent_s = now - self._heard.setdefault(name, now)
-        rests = instance.draining and not instance.up
-        if silent_s < self._hang_s or rests or instance.asked is not None:  # what is asked of it has its own deadline
+        if silent_s < self._hang_s or (instance.draining and not instance.up):
             return
         if instance.up:
             why = f"{name}: silent for {silent_s:.0f} s (engine.hang_s): it hangs, or cannot be reached"

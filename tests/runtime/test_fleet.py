@@ -170,25 +170,6 @@ def test_a_process_that_has_begun_is_given_its_time_and_then_killed_again() -> N
     run(main())
 
 
-def test_a_server_that_is_asked_to_load_weights_is_left_to_that_deadline() -> None:
-    async def main() -> None:
-        launcher = Launcher({"server 0": 0.0})
-        engines = [sim_engine(f"server {i}") for i in range(2)]
-        w = await watched(*engines, hang_s=20.0, launcher=launcher)
-        async with asyncio.TaskGroup() as group:
-            running = group.create_task(w.fleet.run())
-            await asyncio.sleep(1)
-            engines[0].hang(True)
-            with w[0].asking("to load version 1"):
-                await asyncio.sleep(100)
-                assert w[0].up and not launcher.killed
-            await asyncio.sleep(10)
-            assert not w[0].up and launcher.killed
-            running.cancel()
-
-    run(main())
-
-
 def test_a_loop_that_was_held_up_takes_nobody_for_hung() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -361,7 +342,7 @@ def preset(name: str, **tables: Any) -> Recipe:
         "laminar": {},
         "dora": {},
     }[name]
-    engine = {"count": 3, **SHORT, **control.get("engine", {})}
+    engine = {"count": 3, **SHORT, **control.get("engine", {}), **tables.pop("engine", {})}
     return recipe(
         **{
             "preset": name,
@@ -403,20 +384,24 @@ def test_a_server_of_a_batch_of_its_own_ends_it_before_it_leaves() -> None:
     assert left > 9.0 + 4.0
 
 
-def test_a_hung_server_of_the_launcher_is_started_again_in_a_whole_run() -> None:
-    long = dict.fromkeys(("patience_s", "idle_timeout_s", "request_timeout_s"), 1e5)
-    engine = {"count": 2, "hang_s": 12.0, "control_timeout_s": 12.0, **long}
-    settings = recipe(
-        engine=engine,
+@pytest.mark.parametrize("at_s", [5.0, 7.0])
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_hung_server_of_the_launcher_is_started_again_in_a_whole_run(name: str, at_s: float) -> None:
+    """Also one that was to take weights, and long before the deadline of that."""
+    long = dict.fromkeys(("patience_s", "idle_timeout_s", "request_timeout_s", "control_timeout_s"), 1e5)
+    settings = preset(
+        name,
         run={"steps": 40, "stall_s": 1e5},
-        sim={"faults": [{"kind": "hang", "at_s": 5.0, "for_s": 1e4, "server": 1}]},
+        engine={"count": 2, "hang_s": 12.0, **long},
+        sim={"faults": [{"kind": "hang", "at_s": at_s, "for_s": 1e4, "server": 1}]},
     )
     simulation = play(settings)
     check_laws(settings, simulation)
     states = [(e[2], e[5]) for e in simulation.trace.events if e[:2] == ("server", "server 1")]
     down = next(at for at, up in states if not up)
     back = next(at for at, up in states if up and at > down)
-    assert down <= 5 + 12 + 3 and back < down + 15
+    assert down <= at_s + 12 + 3 and back < down + 15
+    assert any("engine.hang_s" in why for why in downs(simulation))
 
 
 # --- rollouts while the trainer is down
