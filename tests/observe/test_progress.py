@@ -194,6 +194,7 @@ def test_many_servers_share_a_row(recorder: Recorder, clock: Clock):
 
 def test_a_server_that_left_has_no_row(recorder: Recorder, clock: Clock):
     progress = Progress(recorder, Terminal(tty=False))
+    progress.render()
     for name in ("server 0", "server 1"):
         recorder.server(name, clock(), 0, 3)
     recorder.server("server 0", clock(), 0, 3, up=False)
@@ -206,8 +207,8 @@ def test_rollouts_without_a_trainer_are_told_of(recorder: Recorder, clock: Clock
     out = Terminal(tty=False)
     progress = Progress(recorder, out)
     progress.rollouts = "rollouts go on with version 3 without the trainer"
-    assert ("", progress.rollouts) in progress.rows()
     progress.render()
+    assert ("", progress.rollouts) in progress.rows()
     assert out.text.splitlines()[-1] == f"  {progress.rollouts}"
 
 
