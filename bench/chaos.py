@@ -11,8 +11,9 @@ to its end, so that all it had begun comes to something. Then its books are read
 
     lost           trajectories in the store that have no final state; steps that are missing; and those of a batch that
                    was trained without being consumed
-    trained_twice  trajectories that were consumed twice, and steps that were trained twice for good: steps that a
-                   restarted trainer repeats are compared by checksum, and a difference ends the run
+    trained_twice  trajectories that were consumed twice, groups that were used more than ``buffer.reuse`` times, and
+                   steps that were trained twice for good: steps that a restarted trainer repeats are compared by
+                   checksum, and a difference ends the run
 
 ``--quick`` tries each fault once. ``--json`` keeps the rows that the file has of other faults, if they are of the same
 recipe, settings and machine; each says of which commit it is, and how busy the machine was. Linux.
@@ -200,17 +201,19 @@ class Chaos:
         with closing(sqlite3.connect(run.run_dir / "run.db")) as db:
             states = dict(db.execute("SELECT state, count(*) FROM trajectories GROUP BY state").fetchall())
             steps = [step for (step,) in db.execute("SELECT step FROM steps WHERE checksum IS NOT NULL ORDER BY step")]
+            uses = dict(db.execute("SELECT group_id, count(*) FROM uses GROUP BY 1").fetchall())
         lines = list(read_lines(run.run_dir / METRICS))
         versions = Counter(line["version"] for line in lines)
         consumed = Counter(line["id"] for line in read_lines(run.run_dir / TRAJECTORIES) if line["state"] == "consumed")
         open_ones = sum(count for state, count in states.items() if state not in FINAL)
         missing = set(range(len(steps))) - set(steps)
-        short = max(0, len(steps) * config.batch_trajectories - states.get("consumed", 0))
+        short = max(0, len(steps) * config.rollout.batch_groups - sum(uses.values())) * config.rollout.group_size
+        often = sum(max(0, n - config.buffer.reuse) for n in uses.values())
         return {
             "steps": len(steps),
             "consumed": states.get("consumed", 0),
             "lost": open_ones + len(missing) + short,
-            "trained_twice": sum(n - 1 for n in consumed.values()) + sum(n - 1 for n in versions.values()),
+            "trained_twice": often + sum(n - 1 for n in (*consumed.values(), *versions.values())),
             "staleness_max": max((line["staleness/max"] for line in lines), default=0),
             "staleness_limit": config.staleness.limit,
         }

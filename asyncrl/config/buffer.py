@@ -86,5 +86,5 @@ def check_buffer(recipe: Recipe) -> None:
         not recipe.trainer.stream,
         "trainer.stream",
         "true",
-        f"no group is certain of its batch while a sampler decides; leave out buffer.{key}, or this",
+        f"no group is certain of its batch while a sampler decides; set it to false, or leave out buffer.{key}",
     )

@@ -86,7 +86,7 @@ def under_preset(recipe: Recipe, preset: str) -> Recipe:
 
 
 def _streaming_if_possible(recipe: Recipe) -> Recipe:
-    """A preset streams where the advantages allow it; who asks for it himself is told that they do not."""
+    """A preset streams where advantages and buffer allow it; who asks for it himself is told if they do not."""
     if not recipe.trainer.stream or recipe.streamable:
         return recipe
     return msgspec.structs.replace(recipe, trainer=msgspec.structs.replace(recipe.trainer, stream=False))

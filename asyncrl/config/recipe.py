@@ -477,9 +477,9 @@ class Recipe(Section, frozen=True, kw_only=True):
 
     @property
     def streamable(self) -> bool:
-        """Whether a group has its advantages by itself, and the first mini-batch has whole groups."""
+        """Whether a group has its own advantages, the first mini-batch has whole groups, and no sampler chooses."""
         whole_groups = self.rollout.batch_groups // max(1, self.algorithm.mini_batches)
-        return not self.algorithm.of_whole_batch and whole_groups >= 1
+        return not self.algorithm.of_whole_batch and whole_groups >= 1 and not self.buffer.samples
 
     @property
     def streamed_groups(self) -> int:

@@ -21,6 +21,7 @@ def test_presets_that_leave_the_order_to_a_sampler(preset: str) -> None:
     buffer = {"sampler": "advantage", "reuse": 2, "capacity": 0.0 if preset == "queue-drop" else 2.0}
     recipe = load_table({"preset": preset, "buffer": buffer})
     assert recipe.buffer.samples
+    assert not load_table({"buffer": {"reuse": 2}}).trainer.stream, "a preset streams where it can"
     assert not load_table({"preset": "staleflow", "buffer": {"writer": "own.py:mine"}}).buffer.samples
 
 
@@ -55,7 +56,7 @@ def test_own_functions_are_found_relative_to_the_recipe(tmp_path: Path) -> None:
             "queue_drop has one already; set staleness.queue",
         ),
         ({"reuse": 2}, {"staleness": {"bound": 0}}, "staleness.bound is 0; set that to at least 1"),
-        ({"reuse": 2}, {"trainer": {"stream": True}}, "leave out buffer.reuse, or this"),
+        ({"reuse": 2}, {"trainer": {"stream": True}}, "set it to false, or leave out buffer.reuse"),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_one_line(
