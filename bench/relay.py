@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import mmap
 import multiprocessing
 import os
@@ -298,7 +297,7 @@ def main() -> None:
         for chunk in (1, 4, 16) if args.quick else (1, 2, 4, 8, 16, 48):
             row = asyncio.run(broadcast(8, rounds=1, chunk_mb=chunk, **paced)) | {"chunk_mb": chunk}
             chain = Chain(nodes=8, size=row["bytes"], byte_s=1 / (LINK_MB_S * 2**20), start_s=START_S)
-            row["formula_s"] = broadcast_time(chain, math.ceil(row["bytes"] / (chunk * 2**20)))
+            row["formula_s"] = broadcast_time(chain, row["bytes"] / (chunk * 2**20))
             row["best_chunk_mb"] = row["bytes"] / 2**20 / optimal_chunks(chain)
             found["chunks"].append(row)
             _show("chunks", row)

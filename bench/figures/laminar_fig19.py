@@ -14,7 +14,6 @@ the trainer is not, so the master is the first node, as in the paper.
 from __future__ import annotations
 
 import asyncio
-import math
 import sys
 from pathlib import Path
 
@@ -50,7 +49,7 @@ class Latency(Point, kw_only=True):
 
 def of_formula(model: str, nodes: int) -> Latency:
     chain = Chain(nodes=nodes, size=MODELS[model], byte_s=1 / LINK_B_S, start_s=PAPER_START_S)
-    seconds = broadcast_time(chain, math.ceil(MODELS[model] / CHUNK))
+    seconds = broadcast_time(chain, MODELS[model] / CHUNK)
     return Latency(
         figure="laminar-19",
         point=f"{model}, {nodes} nodes: seconds",
@@ -71,7 +70,7 @@ def measured(panel: str, relays: int, megabytes: int, chunk: int, rounds: int) -
         figure="laminar-19",
         point=f"{relays} relays, {megabytes} MB in chunks of {chunk} MB: seconds over the formula's",
         paper=1.0,
-        ours=row["seconds"] / (formula := broadcast_time(chain, math.ceil(row["bytes"] / (chunk * 2**20)))),
+        ours=row["seconds"] / (formula := broadcast_time(chain, row["bytes"] / (chunk * 2**20))),
         assumption=HERE,
         panel=panel,
         nodes=relays,
@@ -107,7 +106,7 @@ def draw(figure: Figure, points: list[Latency]) -> None:
         axes.set_title(f"here, links of {LINK_MB_S} MB/s", fontsize=10)
     right.set_xscale("log", base=2)
     for axes in (left, middle, right):
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
         axes.set_ylabel("seconds")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
