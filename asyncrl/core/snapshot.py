@@ -6,7 +6,7 @@ referred to, and read within the synchronous call that took the snapshot.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from asyncrl.core.policy.routing import RequestView
 from asyncrl.core.types import Record
@@ -56,7 +56,7 @@ class FleetSnapshot(Record, frozen=True, kw_only=True):
     suspended: bool
     newest: int = 0
     """Version that a server which pulls now will have."""
-    waiting_requests: Mapping[int | None, Iterable[RequestView]] = {}
+    waiting_requests: Mapping[int | None, Collection[RequestView]] = {}
     """The multi-level queue (StaleFlow §5.3): a level for each oldest version that may serve its requests, first come
     first within it, and one (None) of those whose group has no V_traj yet. Without those for which a ``Route`` is under
     way. Not copied; levels in any order, none of them empty."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -77,7 +77,7 @@ class TrajectoryServer:
         return self._requests.get(number)
 
     @property
-    def levels(self) -> Mapping[int | None, Iterable[RequestView]]:
+    def levels(self) -> Mapping[int | None, Collection[RequestView]]:
         """By the oldest version that may serve them, None for initial ones. In any order, none empty; not copied."""
         return {None if v == INITIAL else v: level.values() for v, level in self._levels.items()}
 

@@ -34,6 +34,8 @@ GPU, MODEL, SERVER_GPUS = "h800", "qwen2.5-32b", 4
 SCALE = 8
 GROUPS, GROUP_SIZE = 512 // SCALE, 16
 PROMPT_TOKENS, RESPONSE_TOKENS = 2_000, 30_000
+PROMPT = 150
+"""Tokens of each prompt; the others are limits."""
 MAX_RUNNING, K4_S = 256, 0.0132
 KV_GB_S = 50
 FIXED_S, TRAINED_A_GPU = 175.0, 993.0
@@ -102,7 +104,7 @@ def world(system: str, gpus: int) -> dict[str, Any]:
             },
             "weights": {"gigabytes": shape.parameters * 2e-9},
             "lengths": {"kind": "named", "name": "dora"},
-            "prompt_tokens": {"kind": "constant", "value": 150.0},
+            "prompt_tokens": {"kind": "constant", "value": PROMPT},
             "tasks": 100_000,
         },
     }

@@ -2,9 +2,9 @@
 
     python bench/figures/dora_fig12.py [--quick] [--json FILE] [--plot FILE] [--jobs N]
 
-Shares of the servers' time: load balancing is what a server takes new weights for, with nothing on it; a transfer is a
-request on its way to another server, its KV with it. The plans themselves take the controller no virtual time, and to
-free a cache takes a simulated server none.
+Shares of the servers' time. Load balancing is the time in which servers take new weights, with nothing on them; request
+transfer that of KV on its way to a server, while others of its requests go on. The plans themselves take no virtual
+time, and neither does it to free a cache.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from common import Lines, Point, main, simulated
-from dora import ASSUMPTION, STEPS, WARM_UP, world
+from dora import ASSUMPTION, PROMPT, STEPS, WARM_UP, world
 from matplotlib.figure import Figure
 
 from asyncrl.config import Recipe, load_table
@@ -24,17 +24,21 @@ PAPER = {64: (0.00414, 0.03627, 0.00019), 128: (0.01519, 0.02123, 0.00027)}
 
 
 class Spans(Lines):
-    """Keeps updates and migrations of servers."""
+    """Keeps updates of servers, and the requests that came to them with tokens of another."""
 
     def __init__(self, recipe: Recipe, clock: Callable[[], float]) -> None:
         super().__init__(recipe, clock)
-        self.spans: dict[str, list[tuple[float, float, int]]] = {"update": [], "migrate": []}
-        """Start, seconds, requests."""
+        self.updates: list[tuple[float, float]] = []
+        """Start, seconds."""
+        self.moved: list[tuple[float, int]] = []
+        """Start, tokens."""
 
     def span(self, track: str, name: str, start: float, end: float, args: Mapping[str, Any] = NO_ARGS) -> None:
         super().span(track, name, start, end, args)
-        if name in self.spans and track != "controller":
-            self.spans[name].append((start, end - start, args.get("requests", 0)))
+        if name == "update":
+            self.updates.append((start, end - start))
+        elif name == "generate" and args["prompt"] > PROMPT:
+            self.moved.append((start, args["prompt"]))
 
 
 def measure(quick: bool) -> list[Point]:
@@ -49,18 +53,18 @@ def measure(quick: bool) -> list[Point]:
         recipe = load_table(world("DORA", gpus))
         result = simulated(recipe, lines=watch)
         begin, end = result.steps[WARM_UP - 1]["time/at"], result.steps[WARM_UP + STEPS - 1]["time/at"]
-        total = recipe.engine.count * (end - begin)
-        found = {name: [(s, n) for at, s, n in spans if begin <= at < end] for name, spans in seen[0].spans.items()}
-        balancing, moving = (sum(s for s, _ in found[name]) / total for name in ("update", "migrate"))
-        paper = PAPER[gpus]
+        servers, instance = recipe.engine.count, recipe.sim.instance
+        updates = [seconds for start, seconds in seen[0].updates if begin <= start < end]
+        moved = [tokens for start, tokens in seen[0].moved if begin <= start < end]
+        total = servers * (end - begin)
+        transfer = sum(moved) * instance.kv_bytes / (instance.kv_gb_s * 1e9)
+        balancing, moving, freeing = PAPER[gpus]
         points += [
-            _point(f"{gpus} GPUs: load balancing", paper[0], balancing),
-            _point(f"{gpus} GPUs: request transfer", paper[1], moving),
-            _point(f"{gpus} GPUs: free cache", paper[2], 0.0),
-            _point(
-                f"{gpus} GPUs: weight loads a server and step", None, len(found["update"]) / recipe.engine.count / STEPS
-            ),
-            _point(f"{gpus} GPUs: requests moved a step", None, sum(n for _, n in found["migrate"]) / STEPS),
+            _point(f"{gpus} GPUs: load balancing", balancing, sum(updates) / total),
+            _point(f"{gpus} GPUs: request transfer", moving, transfer / total),
+            _point(f"{gpus} GPUs: free cache", freeing, 0.0),
+            _point(f"{gpus} GPUs: weight loads of a server in a step", None, len(updates) / servers / STEPS),
+            _point(f"{gpus} GPUs: requests moved in a step, of {recipe.batch_trajectories}", None, len(moved) / STEPS),
         ]
     return points
 

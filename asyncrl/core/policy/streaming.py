@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 
 from asyncrl.core.policy.load import Admission, Load, Move
@@ -46,7 +46,7 @@ from asyncrl.core.staleness.base import StalenessControl
 
 class Versions:
     """What each version has to do, and the servers that give theirs up. ``control`` says how long a version may still
-    be trained. A call costs O(1), a plan what waits and runs."""
+    be trained. A call costs O(1), but for moves."""
 
     def __init__(self, control: StalenessControl) -> None:
         self._control = control
@@ -63,9 +63,9 @@ class Versions:
         self._initial = 0
         """Requests without a version that wait."""
 
-    def see(self, loads: Sequence[Load], levels: Mapping[int | None, Iterable[RequestView]]) -> None:
+    def see(self, loads: Sequence[Load], levels: Mapping[int | None, Collection[RequestView]]) -> None:
         """What the servers are like at the start of a plan, and the requests that wait."""
-        waiting = {version: sum(request.slots for request in level) for version, level in levels.items()}
+        waiting = {version: len(level) for version, level in levels.items()}
         self._initial = waiting.pop(None, 0)
         self._work = Counter({version: count for version, count in waiting.items() if version is not None})
         holders: dict[int, list[Load]] = {}
@@ -212,11 +212,18 @@ class NewestFirst:
                 self._servers.setdefault(load.version, []).append(load)
         self._full: set[int] = set()
         """Versions of which a request waits for room: those behind it do not overtake it."""
+        begin = {version: [load for load in s if not load.draining] for version, s in self._servers.items()}
+        held = sorted((version for version, servers in begin.items() if servers), reverse=True)
+        self._begin = {
+            version: [load for load in begin[version] if not load.waiting]
+            for version in (held if newest in held else held[:1])
+        }
+        """Version → servers for new groups, the newest first."""
 
     def choose(self, request: RequestView) -> Load | None:
         v_traj = self._admission.v_traj(request)
         if v_traj is None:
-            return self._begin(request)
+            return self._begins(request)
         version = max(v_traj, request.after)
         if version in self._held or request.after >= 0:
             return self._take(request, version)
@@ -232,18 +239,14 @@ class NewestFirst:
             self._full.add(version)
         return load
 
-    def _begin(self, request: RequestView) -> Load | None:
+    def _begins(self, request: RequestView) -> Load | None:
         if not self._admission.open(self._newest):
             return None
-        begin = {version: [load for load in s if not load.draining] for version, s in self._servers.items()}
-        held = sorted((version for version, loads in begin.items() if loads), reverse=True)
-        if self._newest not in held:
-            held = held[:1]
-        for version in held:
+        for version, servers in self._begin.items():
             if version < self._newest and (self._coming or not self._versions.supplements(version)):
                 return None
             if version not in self._full and self._admission.open(version):
-                load = least_loaded(request, [load for load in begin[version] if not load.waiting])
+                load = least_loaded(request, servers)
                 if load is not None:
                     return load
         return None
