@@ -28,8 +28,9 @@ class SimTransport:
         self._trainer = trainer
         most = {"disk": 2, "collective": 1, "relay": keep}[transport]
         self._kept: deque[int] = deque([trainer.version], maxlen=most)
-        self._arrived = trainer.version
-        """Newest version that has come down the whole chain of relays."""
+        self._arrives_at = 0.0
+        """When the newest version has come, or will have, down the whole chain of relays: they pass it on from when the
+        trainer has staged it, whoever asks for it."""
 
     def forget(self) -> None:
         """Nothing: channels are not simulated."""
@@ -41,11 +42,12 @@ class SimTransport:
             return
         await self._trainer.while_alive(seconds_to_prepare(self._model, self._transport))
         self._kept.append(version)
+        seconds = seconds_to_arrive(self._model, self._transport, self._servers)
+        self._arrives_at = asyncio.get_running_loop().time() + seconds
 
     async def arrive(self, engines: Sequence[Engine], version: int) -> None:
-        if version > self._arrived and (seconds := seconds_to_arrive(self._model, self._transport, self._servers)):
+        if (seconds := self._arrives_at - asyncio.get_running_loop().time()) > 0:
             await asyncio.sleep(seconds)
-        self._arrived = version
 
     async def deliver(self, engines: Sequence[Engine], version: int) -> None:
         if version not in self._kept:

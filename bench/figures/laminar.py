@@ -1,15 +1,28 @@
 """What all figures of Laminar take for granted, as tables that a recipe is merged from (Laminar §8, appendix A).
 
 The paper states models (Qwen2.5), GPUs (H800), the batch (512 prompts of 16 responses), limits (prompt 2k, response 16k
-tokens), concurrency and the split (table 2). It draws lengths without numbers, and says nothing of its servers' speed.
-What is missing was chosen once, here:
+tokens), the concurrency of a server, tensor parallelism, and the split of GPUs of each system and size (table 2). It
+draws lengths and throughputs without numbers, and says nothing of the speed of its servers and its trainer. What is
+missing was chosen once, here, for all its figures:
 
-* **Size: a quarter.** Of 64 + 64 GPUs and batches of 512 groups, 16 + 16 GPUs and 128 groups (``SCALE``): as many
-  trajectories a server, and a quarter of the servers, so that a repack has fewer to pack.
-* **Servers** are 4 GPUs, of a roofline cost model (core/hardware.py). B of the repack is where it turns from bound by
-  memory to bound by compute, k2/k3.
-* **Lengths**: lognormal with median 3,000 and a 99th percentile ten times that, cut at 16k.
-* **The trainer** takes 2,500 tokens/s a GPU, so that generation is what limits: the paper tunes the split to that end.
+* **Size**: ``scale`` divides GPUs, servers and batch, so that a server has as many trajectories as in the paper.
+* **Servers** are a roofline by the data sheet: 80 % of the bandwidth for weights and KV cache, half of the peak for
+  matrix products, and for everything else in a step the 10.7 ms of StaleFlow's table 4. B of the repack is where the
+  roofline turns from bound by memory to bound by compute. (By all of table 4, which is of another GPU, attention would
+  get a third of the bandwidth, and a full server hardly gain by any sequence more.)
+* **Training** scales as GPUs^s. Table 2's splits of Laminar are "tuned by matching the generation and training
+  throughput" (§8.1), so they say how fast training is: as fast as its servers generate, full to the 82.2 % of table 1,
+  in the smallest and in the largest cluster of each model. That gives rate and s, for all systems.
+* **Lengths**: lognormal with median 3,000 and a 99th percentile ten times that (figure 2), cut at 16k. Tool calls:
+  0 to 8 (the paper's limit) of 2 s on average, responses in as many parts.
+* **A Laminar server's batch** is its share of the global batch, at most the paper's 1,024 trajectories: figure 9's 512
+  for the setting of figure 15.
+* **AReaL** has 1,024 trajectories a server too, but at most those of five batches: its staleness bound is 4, as in
+  table 3, not the infinite one of §8.1, with which a simulated run would take dozens of steps to settle.
+* **verl** moves between training and generation in 10 s a step; its and the other baselines' weights come by a
+  collective broadcast, Laminar's by relays.
+
+A baseline is a row of recipe columns, not that system: what a column does not say, all have in common.
 """
 
 from __future__ import annotations
@@ -18,73 +31,206 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import msgspec
-from common import Lines, Result, simulated
+from common import Lines, Result, merge, simulated
 
 from asyncrl.config import Recipe, load_table
-from asyncrl.core.hardware import GPUS, MODELS, cost_model, kv_tokens
-from asyncrl.core.types import Trajectory
+from asyncrl.core.cost_model import CostModel
+from asyncrl.core.distributions import LogNormal
+from asyncrl.core.hardware import GPUS, MODELS, TABLE_4, WEIGHT_BYTES, kv_tokens
+from asyncrl.core.types import Record, Trajectory
 from asyncrl.observe.tally import NO_ARGS
 
-SCALE = 4
-GPU, MODEL = "h800", "qwen2.5-32b"
-SERVER_GPUS, TRAINING_GPUS, ROLLOUT_GPUS = 4, 64, 64
+CARD = GPUS["h800"]
+BANDWIDTH_SHARE, PEAK_SHARE = 0.8, 0.5
 GROUPS, GROUP_SIZE = 512, 16
-PROMPT_TOKENS, RESPONSE_TOKENS = 2_000, 16_384
+BATCH = GROUPS * GROUP_SIZE
+PROMPT, PROMPT_LIMIT, RESPONSE_LIMIT = 200, 2_000, 16_384
+CONCURRENCY = 1024
 MEDIAN, TAILNESS = 3_000.0, 76.1
-TRAINED_A_GPU = 2_500.0
-WARM_UP, STEPS, LAST = 3, 5, 1
-"""Steps that fill the pipeline, those that are measured, and those for which nothing new is begun."""
+LENGTHS = LogNormal(mean=MEDIAN * math.exp(0.5 * (0.013 * TAILNESS) ** 2), tailness=TAILNESS)
+CALLS, CALL_S = 8, 2.0
+KV_USE = 0.822
+"""With repack, table 1."""
+RESHARD_S = 10.0
+ARRIVAL_GB_S, PULL_GB_S = 100.0, 50.0
+"""Relay to relay (1.6 s for 72B and 127 relays, appendix C), which is also what the trainer's 0.64 and 1.4 s for 32B
+and 72B are (§8.3); and PCIe or a network port of one GPU (8 × 400 Gbps a machine, §8)."""
+WARM_UP, STEPS = 2, 3
+"""Steps that fill the pipeline, and those that are measured."""
+AHEAD = {"verl": 0, "AReaL": 4, "Laminar": 4}
+"""Batches that may be begun beside the one being trained, by the bound or by what is seen; 1 for others. So many steps
+come after those that are measured, as nothing new is begun for them."""
 
-ASSUMPTION = (
-    f"a quarter of the size: {ROLLOUT_GPUS // SCALE} GPUs for rollout, {GROUPS // SCALE} groups a batch; servers"
-    " of a roofline model; lengths lognormal, median 3,000, p99 30,000, cut at 16k; generation limits, not training"
-)
+
+class Size(Record, frozen=True, kw_only=True):
+    """GPUs that train and that generate, of table 2; ``batchwise`` are one-step staleness and stream generation."""
+
+    gpus: int
+    batchwise: tuple[int, int]
+    areal: tuple[int, int]
+    laminar: tuple[int, int]
 
 
-def world(*, migration: str = "repack", small: bool = False) -> dict[str, Any]:
-    """A recipe of Laminar on Qwen2.5-32B. ``small``: for a quick look, an eighth of the trajectories."""
-    shape, card = MODELS[MODEL], GPUS[GPU]
-    cost = cost_model(shape, card, SERVER_GPUS)
-    servers = ROLLOUT_GPUS // SCALE // SERVER_GPUS
-    groups = GROUPS // SCALE // (8 if small else 1)
+def _size(gpus: int, *training: int) -> Size:
+    batchwise, areal, laminar = ((t, gpus - t) for t in training)
+    return Size(gpus=gpus, batchwise=batchwise, areal=areal, laminar=laminar)
+
+
+TABLE_2 = {
+    "7B": [_size(16, 8, 8, 8), _size(64, 16, 32, 40), _size(256, 40, 128, 192)],
+    "32B": [_size(32, 16, 16, 16), _size(128, 48, 64, 64), _size(512, 80, 256, 256)],
+    "72B": [_size(64, 32, 32, 32), _size(256, 96, 128, 128), _size(1024, 256, 640, 768)],
+}
+"""The smallest, middle and largest of its five sizes."""
+TENSOR_PARALLEL = {"7B": 1, "32B": 4, "72B": 8}
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "verl": {"preset": "sync"},
+    "one-step": {"preset": "one-step"},
+    "stream generation": {"preset": "one-step", "trainer": {"stream": True, "micro_batch_tokens": 100_000}},
+    "AReaL": {"preset": "areal", "staleness": {"bound": 4}, "update": {"overlap": False}},
+    "Laminar": {"preset": "laminar"},
+}
+
+
+SCALES = {("7B", 64): 8, ("32B", 128): 4, ("72B", 1024): 8}
+"""By which a cluster and its batch are divided, so that Laminar has at least two servers; 16 for others."""
+
+
+def scale_of(model: str, gpus: int) -> int:
+    return SCALES.get((model, gpus), 16)
+
+
+def servers_of(system: str, model: str) -> int:
+    """GPUs of one server (appendix A.3)."""
+    return 2 if model == "7B" and system not in ("AReaL", "Laminar") else TENSOR_PARALLEL[model]
+
+
+def split(system: str, model: str, gpus: int) -> tuple[int, int]:
+    """GPUs that train and that generate; verl's do both."""
+    [size] = [s for s in TABLE_2[model] if s.gpus == gpus]
+    known = {"verl": (gpus, gpus), "AReaL": size.areal, "Laminar": size.laminar}
+    return known.get(system, size.batchwise)
+
+
+def roofline(model: str, gpus: int) -> CostModel:
+    """Of a server of so many GPUs."""
+    shape = MODELS[f"qwen2.5-{model.lower()}"]
+    bandwidth, peak = BANDWIDTH_SHARE * CARD.bandwidth * gpus, PEAK_SHARE * CARD.peak * gpus
+    return CostModel(
+        k1=shape.kv_bytes / bandwidth,
+        k2=shape.active * WEIGHT_BYTES / bandwidth,
+        k3=2 * shape.active / peak,
+        k4=TABLE_4.k4,
+        k5=2 * shape.active / peak,
+    )
+
+
+@cache
+def training(model: str) -> tuple[float, float]:
+    """Rate and exponent: so many GPUs train rate · gpus^exponent tokens a second."""
+    smallest, *_, largest = TABLE_2[model]
+    (few, slow), (many, fast) = ((s.laminar[0], generated(model, s.laminar[1])) for s in (smallest, largest))
+    exponent = math.log(fast / slow) / math.log(many / few)
+    return slow / few**exponent, exponent
+
+
+def generated(model: str, gpus: int) -> float:
+    """Tokens a second of so many GPUs of Laminar that are full to the share of table 1, prompts counted."""
+    width = TENSOR_PARALLEL[model]
+    servers = gpus // width
+    ends = [min(RESPONSE_LIMIT, LENGTHS.quantile((i + 0.5) / 10_000)) for i in range(10_000)]
+    mean = sum(ends) / len(ends)
+    held = PROMPT + sum(n * n for n in ends) / (2 * sum(ends))
+    running = min(BATCH / servers, CONCURRENCY, _kv_tokens(model, width) / held)
+    cost, share = roofline(model, width), KV_USE * running
+    return servers * share / cost.step(round(share), round(share * held)) * (1 + PROMPT / mean)
+
+
+def _kv_tokens(model: str, gpus: int) -> int:
+    return kv_tokens(MODELS[f"qwen2.5-{model.lower()}"], CARD, gpus)
+
+
+def world(
+    system: str = "Laminar", model: str = "32B", gpus: int = 128, *, scale: int = 4, tools: bool = False
+) -> dict[str, Any]:
+    """A recipe of a system on a cluster of ``gpus``, a ``scale``-th part of which is simulated. With ``tools``, calls
+    of a sandbox cut the responses in parts."""
+    trains, serves = split(system, model, gpus)
+    width = servers_of(system, model)
+    servers = max(1, round(serves / width / scale))
+    batch = BATCH // scale
+    slots = {"AReaL": min(CONCURRENCY * servers, 5 * batch), "Laminar": min(CONCURRENCY * servers, batch)}
+    weights = MODELS[f"qwen2.5-{model.lower()}"].parameters * WEIGHT_BYTES / 1e9
+    cost, (rate, exponent) = roofline(model, width), training(model)
+    ahead = AHEAD.get(system, 1)
     never = 1e7  # seconds
-    return {
-        "preset": "laminar",
+    table = {
         "engine": {
             "count": servers,
-            "max_running_requests": 1024,
-            "max_total_tokens": kv_tokens(shape, card, SERVER_GPUS) // (8 if small else 1),
-            "stream_interval": 256,
+            "max_running_requests": CONCURRENCY,
+            "max_total_tokens": _kv_tokens(model, width),
+            "stream_interval": 1024,
             "request_timeout_s": never,
             "idle_timeout_s": never,
-            "migration": migration,
             "roofline_batch": round(cost.k2 / cost.k3),
         },
         "env": {"episode_timeout_s": never},
         "rollout": {
-            "batch_groups": groups,
+            "batch_groups": GROUPS // scale,
             "group_size": GROUP_SIZE,
-            "num_envs": groups * GROUP_SIZE,
-            "max_new_tokens": RESPONSE_TOKENS,
-            "max_tokens": PROMPT_TOKENS + RESPONSE_TOKENS,
+            "num_envs": slots.get(system, (1 + ahead) * batch),
+            "max_new_tokens": RESPONSE_LIMIT,
+            "max_tokens": PROMPT_LIMIT + RESPONSE_LIMIT,
         },
-        "run": {"steps": WARM_UP + STEPS + LAST, "trace_requests": False},
+        "run": {"steps": WARM_UP + STEPS + ahead, "trace_requests": False},
         "sim": {
-            "instance": {"cost": msgspec.to_builtins(cost), "gpus": SERVER_GPUS},
-            "trainer": {"gpus": TRAINING_GPUS // SCALE, "tokens_per_s": TRAINED_A_GPU},
-            "weights": {"transport": "relay", "gigabytes": shape.parameters * 2e-9},
-            "lengths": {
-                "kind": "lognormal",
-                "mean": MEDIAN * math.exp(0.5 * (0.013 * TAILNESS) ** 2),
-                "tailness": TAILNESS,
+            "instance": {"cost": msgspec.to_builtins(cost), "gpus": width, "load_s": 0.1},
+            "trainer": {
+                "gpus": 1,
+                "tokens_per_s": rate * trains**exponent / scale,
+                "fixed_s": RESHARD_S if system == "verl" else 0.0,
             },
-            "prompt_tokens": {"kind": "constant", "value": 200.0},
+            "weights": {
+                "transport": "relay" if system == "Laminar" else "collective",
+                "gigabytes": weights,
+                "gather_gb_s": ARRIVAL_GB_S,
+                "link_gb_s": ARRIVAL_GB_S if system == "Laminar" else PULL_GB_S * width,
+                "hop_s": 5e-6,
+                "local_gb_s": PULL_GB_S * width,
+            },
+            "lengths": msgspec.to_builtins(LENGTHS),
+            "prompt_tokens": {"kind": "constant", "value": float(PROMPT)},
             "tasks": 100_000,
         },
     }
+    return merge(table, SYSTEMS[system], _tools() if tools else {})
+
+
+def _tools() -> dict[str, Any]:
+    """Episodes of 1 to 9 turns, equally often; their lengths add up to one response's, on average."""
+    turns = 1 + CALLS / 2
+    return {
+        "env": {"max_turns": 1 + CALLS},
+        "sim": {
+            "env": {
+                "step": {"kind": "lognormal", "mean": CALL_S, "tailness": TAILNESS},
+                "turns": {"kind": "empirical", "values": [float(n) for n in range(1, CALLS + 2)]},
+                "observation_tokens": {"kind": "constant", "value": 100.0},
+            },
+            "lengths": msgspec.to_builtins(LogNormal(mean=LENGTHS.mean / turns, tailness=TAILNESS)),
+        },
+    }
+
+
+def assumption(scale: int) -> str:
+    return (
+        f"one {scale}th of GPUs and batch; servers: roofline of 80 % of the bandwidth, 50 % of the peak, 10.7 ms a step"
+        "; training by table 2's splits; lengths lognormal, median 3,000, p99 30,000, cut at 16k"
+    )
 
 
 class Watched(Lines):
@@ -95,6 +241,8 @@ class Watched(Lines):
         self.generated: list[tuple[float, float, int, int]] = []
         """Begin, end, prompt and new tokens of every stay on a server."""
         self.trained: list[float] = []
+        self.pulls: list[float] = []
+        """Seconds of every server's update."""
         self.moved: list[tuple[float, int]] = []
         """Seconds and requests of every repack of a server."""
         self.episodes: dict[int, list[tuple[float, float]]] = defaultdict(list)
@@ -107,6 +255,8 @@ class Watched(Lines):
             self.generated.append((start, end, args["prompt"], args["tokens"]))
         elif name == "train":
             self.trained.append(end)
+        elif name == "update":
+            self.pulls.append(end - start)
         elif name == "migrate":
             self.moved.append((end - start, args["requests"]))
         elif name == "episode" and args["outcome"] == "done":
@@ -117,16 +267,25 @@ class Watched(Lines):
         if state == "consumed":
             self.trajectories[trajectory.group_id].append(trajectory)
 
-    def finished(self) -> list[tuple[float, int]]:
-        """Seconds of generation and inherent staleness of every trained trajectory. A group's trajectories and episodes
-        are matched by how long they lasted."""
+    def finished(self, since: float = 0.0) -> list[tuple[float, int]]:
+        """Seconds of generation and inherent staleness of every trained trajectory that ended ``since`` then. A group's
+        trajectories and episodes are matched by how long they lasted."""
         found = []
         for group, trajectories in self.trajectories.items():
             ended = sorted(self.episodes[group])
             for trajectory, (_, end) in zip(sorted(trajectories, key=_seconds), ended, strict=True):
                 [(_, generated, _)] = trajectory.turn_seconds
-                found.append((generated, bisect_right(self.trained, end) - trajectory.v_traj))
+                if end >= since:
+                    found.append((generated, bisect_right(self.trained, end) - trajectory.v_traj))
         return found
+
+    def tokens(self, begin: float, end: float) -> float:
+        """Tokens generated between two moments, each stay's spread evenly over it."""
+        return sum(
+            new * max(0.0, min(stop, end) - max(start, begin)) / (stop - start)
+            for start, stop, _, new in self.generated
+            if stop > start
+        )
 
     def kv_use(self, begin: float, end: float) -> float:
         """Share of the servers' KV cache that requests held between two moments, tokens growing evenly."""
@@ -144,12 +303,12 @@ def _seconds(trajectory: Trajectory) -> float:
     return sum(trajectory.turn_seconds[0])
 
 
-def watched(**of: Any) -> tuple[Result, Watched]:
-    """Simulate ``world(**of)`` and keep more of it."""
+def watched(table: dict[str, Any]) -> tuple[Result, Watched]:
+    """Simulate a recipe and keep more of it."""
     seen: list[Watched] = []
 
     def watch(recipe: Recipe, clock: Callable[[], float]) -> Watched:
         seen.append(Watched(recipe, clock))
         return seen[0]
 
-    return simulated(load_table(world(**of)), lines=watch), seen[0]
+    return simulated(load_table(table), lines=watch), seen[0]

@@ -125,6 +125,22 @@ def test_an_update_takes_the_formulas_seconds_and_the_servers_load(transport: Tr
     assert versions == [1, 1, 1]
 
 
+def test_relays_pass_a_version_on_before_any_server_asks_for_it() -> None:
+    async def main() -> tuple[list[float], float]:
+        way = SimTransport(MODEL, "relay", servers=3, trainer=SimTrainer())
+        whole = seconds_to_arrive(MODEL, "relay", 3)
+        await way.prepare(1)
+        await asyncio.sleep(whole / 4)
+        async with asyncio.TaskGroup() as pulls:
+            first = pulls.create_task(lasts(way.arrive([server()], 1)))
+            await asyncio.sleep(whole / 4)
+            second = pulls.create_task(lasts(way.arrive([server()], 1)))
+        return [first.result(), second.result()], whole
+
+    seconds, whole = run(main())
+    assert seconds == pytest.approx([3 * whole / 4, whole / 2])
+
+
 @pytest.mark.parametrize(
     ("transport", "gone"), [("disk", {0, 1, 4}), ("relay", {0, 1, 4}), ("collective", {0, 1, 2, 4})]
 )
