@@ -88,6 +88,7 @@ def draw(figure: Figure, points: list[Point]) -> None:
     axes.set_xlabel("seconds")
     axes.set_ylabel("thousand tokens a second")
     axes.set_ylim(bottom=0)
+    axes.set_xlim(0, 2 * DIES_S)
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
     figure.suptitle("Laminar: a rollout machine dies (figure 16)")
