@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 import sys
@@ -146,8 +147,13 @@ def last_line(log: Path) -> str:
 
 
 def free_port() -> int:
-    """A TCP port that is free on loopback now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port that is free on loopback now, and most likely still when a process has started: none of those from
+    which systems take the local ports of connections (Linux: 32,768 on)."""
+    while True:
+        with socket.socket() as probe:
+            port = random.randrange(16384, 32768)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port

@@ -93,24 +93,26 @@ def _value(value: Any) -> str:
 
 
 @pytest.mark.timeout(900)
-def test_runs_with_random_faults_break_no_law() -> None:
+@pytest.mark.parametrize("number", range(len(VARIANTS)))
+def test_runs_with_random_faults_break_no_law(number: int) -> None:
     """Each run is checked all the way (sim/invariants.py); a bug is anything that the world's faults do not explain."""
+    recipe = load_table(table(CHAOS, VARIANTS[number]))
+    outcomes = list(simulate.sweep(recipe, range(number * SEEDS, (number + 1) * SEEDS)))
+    assert len(outcomes) == SEEDS
+    assert [(o.seed, o.error) for o in outcomes if o.bug] == []
     ends: Counter[str] = Counter()
-    for number, variant in enumerate(VARIANTS):
-        recipe = load_table(table(CHAOS, variant))
-        outcomes = list(simulate.sweep(recipe, range(number * SEEDS, (number + 1) * SEEDS)))
-        assert len(outcomes) == SEEDS
-        assert [(o.seed, o.error) for o in outcomes if o.bug] == [], f"variant {number}: {variant}"
-        for o in outcomes:
-            ends["finished" if not o.error else re.sub(r"\d+", "N", o.error)] += 1
-            assert (
-                sum(n for state, n in o.summary.ledger.items() if state != "reserved_ever")
-                == (o.summary.ledger["reserved_ever"])
-            )
-            if not o.error:
-                assert o.summary.steps == recipe.run.steps
-    assert ends["finished"] > 0.85 * SEEDS * len(VARIANTS), ends
-    assert ends["trainer: it died at version N (simulated)"] >= SEEDS, "the last variant's trainer crashes for good"
+    for o in outcomes:
+        ends["finished" if not o.error else re.sub(r"\d+", "N", o.error)] += 1
+        assert (
+            sum(n for state, n in o.summary.ledger.items() if state != "reserved_ever")
+            == (o.summary.ledger["reserved_ever"])
+        )
+        if not o.error:
+            assert o.summary.steps == recipe.run.steps
+    if recipe.trainer.restarts:
+        assert ends["finished"] > 0.9 * SEEDS, ends
+    else:
+        assert ends["trainer: it died at version N (simulated)"] > 0.9 * SEEDS, ends
 
 
 def test_a_run_leaves_what_a_real_run_leaves(tmp_path: Path) -> None:

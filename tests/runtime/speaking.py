@@ -26,9 +26,10 @@ class Speaker:
     def __init__(self, tokenizer: Counting, answer: Answer, *, seconds: float = 0.0) -> None:
         self._tokenizer = tokenizer
         self._answer = answer
-        self._seconds = seconds
+        self.seconds = seconds
         self.version = 0
         self.requests: list[GenerateRequest] = []
+        self.asked = asyncio.Event()
         self.sampled: list[list[int]] = []
         self.running = 0
 
@@ -39,9 +40,10 @@ class Speaker:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         self.requests.append(request)
+        self.asked.set()
         self.running += 1
         try:
-            await asyncio.sleep(self._seconds)
+            await asyncio.sleep(self.seconds)
             text = self._answer(self._tokenizer.decode(list(request.input_ids)))
             ids = [*bytewise(self._tokenizer, text), *self._tokenizer.eos_ids]
             reason = "stop" if len(ids) <= request.max_new_tokens else "length"

@@ -257,18 +257,20 @@ async def test_after_the_end_and_after_the_last_turn(tmp_path: Path) -> None:
             agents.append(agent)
             async with client_of(agent) as client:
                 await client.chat.completions.create(model="m", messages=hi)
+                speaker.seconds = 600.0
+                speaker.asked.clear()
                 group.create_task(ask(agent))  # its generation is given up when the episode ends
-                await asyncio.sleep(0.2)
+                await speaker.asked.wait()
                 with pytest.raises(openai.ConflictError, match=r"env\.max_turns = 2"):
                     await client.chat.completions.create(model="m", messages=hi)
 
-        speaker = Speaker(tokenizer, lambda prompt: "yes", seconds=0.5)
+        speaker = Speaker(tokenizer, lambda prompt: "yes")
         player = RolloutPlayer(
             rollout=rollout,
             proxy=await proxy_of(speaker),
             template=ChatTemplate(tokenizer),
             limits=SessionLimits(max_turns=2, max_new_tokens=200, max_tokens=1000),
-            idle_timeout_s=20,
+            idle_timeout_s=120,
             admit=gateway.admit,
         )
         [episode] = await player.play(TASK, start=Start(0), stage=Stage())
@@ -299,7 +301,7 @@ async def test_episodes_side_by_side_do_not_meet(tmp_path: Path) -> None:
         proxy=await proxy_of(speaker),
         template=ChatTemplate(tokenizer),
         limits=SessionLimits(max_turns=5, max_new_tokens=200, max_tokens=1000),
-        idle_timeout_s=20,
+        idle_timeout_s=120,
         admit=gateway.admit,
     )
     episodes: list[Episode] = []

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from asyncrl.core.manifest import Manifest, TensorInfo
 from asyncrl.core.weight_file import lay_out
 from asyncrl.weights import link
-from asyncrl.weights.link import connect, frame, receive
+from asyncrl.weights.link import LinkBroken, connect, frame, receive
 from asyncrl.weights.outlet import Outlet
 from asyncrl.weights.relay import Relay
 from asyncrl.weights.store import NoRoom, Store, StoreError
@@ -67,7 +67,7 @@ class Source:
         loop = asyncio.get_running_loop()
         while True:
             sock, _ = await loop.sock_accept(self.listener)
-            with sock:
+            with sock, suppress(LinkBroken, ConnectionError):  # a relay may be told otherwise at any moment
                 self.requests.append(request := await receive(sock, FetchReq))
                 await loop.sock_sendall(sock, frame(FetchReply(manifest=self.manifest)))
                 await loop.sock_sendall(sock, self.give(len(self.requests) - 1, request.offset))
