@@ -55,7 +55,8 @@ def draw(figure: Figure, points: list[Point]) -> None:
         below = [a + b for a, b in zip(below, heights, strict=True)]
     axes.set_ylabel("share of the trajectories")
     axes.set_xlabel("seconds of generation")
-    axes.legend(title="inherent staleness", loc="lower left")
+    axes.set_ylim(0, 1.15)
+    axes.legend(title="inherent staleness", loc="upper center", ncols=5, fontsize=8, title_fontsize=8)
     figure.suptitle("Laminar: inherent staleness by finishing time (figure 10)")
 
 

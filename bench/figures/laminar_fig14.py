@@ -8,7 +8,7 @@ broadcast all servers wait until the last of them has got the weights, by the fo
 
 The speeds of links are ours (laminar.py), so how the best case stands to the broadcast is an assumption; how near the
 mean is to the best case is not. A server's batch is one group of 8 here, so that 128 servers can be simulated. That is
-few: the repack at each new version frees most servers just when that version is on its way to them.
+few, so that a repack leaves many servers empty, and these pull a version at once, while it is on its way to them.
 """
 
 from __future__ import annotations
