@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from asyncrl.build.virtual import Simulation
+from asyncrl.config import Recipe
 from asyncrl.core.policy.routing import RequestView
 from asyncrl.ports import EngineInfo
 from asyncrl.runtime.instance import Instance, kv_source, to_prefill
 
 from .test_faults import SHORT
 from .test_laminar import FAULTS, tailed
-from .world import check_laws, laminar_recipe, play, sim_engine
+from .world import check_laws, coordinated_recipe, dora_recipe, laminar_recipe, play, sim_engine
 
 
 def instance(name: str, version: int = 3, kv_url: str = "there") -> Instance:
@@ -57,9 +59,10 @@ def test_repacked_trajectories_are_not_prefilled_again() -> None:
     assert prefilled(reuse) < 0.8 * prefilled(without) < tokens
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_laws_hold_for_any_settings_and_any_faults(seed: int) -> None:
-    settings = laminar_recipe(seed, engine={**SHORT, "kv_reuse": True}, sim=FAULTS)
+@pytest.mark.parametrize("make", [laminar_recipe, dora_recipe, coordinated_recipe])
+@pytest.mark.parametrize("seed", range(8))
+def test_laws_hold_for_any_settings_and_any_faults(make: Callable[..., Recipe], seed: int) -> None:
+    settings = make(seed, engine={**SHORT, "kv_reuse": True}, sim=FAULTS)
     check_laws(settings, play(settings))
 
 

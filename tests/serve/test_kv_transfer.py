@@ -26,6 +26,12 @@ from .harness import Client, logprobs, prompt, reference, serving
 PROMPT = prompt(3, 200)
 
 
+@pytest.fixture(autouse=True)
+def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eleven tokens, which have 512 bytes each."""
+    monkeypatch.setattr(kv_transfer, "BLOCK_BYTES", 6000)
+
+
 @pytest.fixture
 async def a(folder: Path) -> AsyncIterator[Client]:
     async with serving(folder, kv_reuse=True) as client:

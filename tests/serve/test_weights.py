@@ -69,7 +69,8 @@ async def test_an_update_waits_for_running_requests_and_holds_new_ones(
         running = group.create_task(client.generate(prompt(1), max_new_tokens=LONG))
         await client.until_running(1)
         updated = group.create_task(update(client, other_folder, "1"))
-        await asyncio.sleep(0.03)
+        while not (client.server.engine.scheduler.holding or updated.done()):  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
         assert not updated.done()
         after = group.create_task(client.generate(prompt(2), max_new_tokens=5))
     old, new = running.result(), after.result()
