@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
@@ -36,8 +37,12 @@ def set_(*overrides: str) -> list[str]:
         ["weights.transport=disk"],
         ["weights.transport=collective", "staleness.bound=0", "rollout.expand_num_return_sequences=false"],
         ["weights.transport=relay", "weights.relays=2", "engine.kv_reuse=true", "engine.host_kv_tokens=1000"],
+        pytest.param(
+            ["weights.transport=relay", "weights.relays=2", "weights.link=nixl"],
+            marks=pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="needs NIXL (pip install nixl)"),
+        ),
     ],
-    ids=["disk", "collective, synchronous, one request a group", "two relays"],
+    ids=["disk", "collective, synchronous, one request a group", "two relays", "NIXL"],
 )
 def test_a_run_leaves_everything_it_promises(train: Start, tiny_recipe: Path, overrides: list[str]) -> None:
     run = train(*set_(*overrides))
