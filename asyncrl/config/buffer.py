@@ -17,7 +17,7 @@ SAMPLERS = ("fifo", "staleness", "advantage", "importance_ratio")
 class BufferConfig(Section, frozen=True, kw_only=True):
     """The experience buffer with its writer and sampler (Laminar §3.1, §6); ``core/experience.py`` says what your own
     functions get and give. All but the writer is for ``staleness.control`` = ``inflight_cap``, which follows a sampler
-    as far as its bound allows, and ``inherent`` and ``queue_drop``, which have none."""
+    as far as its bound allows, and ``inherent`` and ``queue_drop``, which have none. Plans reckon without it."""
 
     sampler: str = "fifo"
     """Which groups make the next batch, where there are more: a name, or your own ``package.module:function`` or
@@ -27,7 +27,7 @@ class BufferConfig(Section, frozen=True, kw_only=True):
     writer: str = ""
     """Your function that lets finished groups in, filters them or gives them other rewards. Empty: all enter."""
     capacity: float = 0.0
-    """Batches of finished groups that may wait; of more, the sampler's last leaves (with ``fifo`` the oldest that was
+    """Batches of finished groups that may wait; of more, the sampler's last leaves (with ``fifo`` the oldest of those
     used most). 0: no limit. For ``inherent``, set it below ``staleness.queue``, at which nothing starts any more."""
     reuse: int = 1
     """E: how often a group may be trained, each time in another step; what was not trained yet fills the batch first

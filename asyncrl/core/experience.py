@@ -11,8 +11,9 @@ A sampler scores what waits, whenever a batch is taken or the buffer is full::
     def my_sampler(groups: Sequence[Finished]) -> Sequence[float]:    # one a group: the highest are trained first, and
         return [-sum(group.lengths) for group in groups]              # the lowest leaves a full buffer
 
-Of equal scores those that were used least are first, then those that entered first. A staleness control with a bound
-follows the order only as far as the bound allows (``SampledControl``).
+Of equal scores those that were used least are trained first, then those that entered first; those that were used most
+leave first, then again those that entered first. A staleness control with a bound follows the order only as far as the
+bound allows (``SampledControl``).
 """
 
 from __future__ import annotations
@@ -107,6 +108,12 @@ def ranked(sampler: Sampler, groups: Sequence[Finished]) -> list[int]:
     scores = sampler(groups)
     order = sorted(range(len(groups)), key=lambda i: (-scores[i], groups[i].uses))
     return [groups[i].id for i in order]
+
+
+def least_wanted(sampler: Sampler, groups: Sequence[Finished]) -> int:
+    """The id of the group that leaves a full buffer."""
+    scores = sampler(groups)
+    return groups[min(range(len(groups)), key=lambda i: (scores[i], -groups[i].uses))].id
 
 
 # --- a user's own -----------------------------------------------------------------------------------------------------

@@ -7,11 +7,12 @@ trained; the SampleBuffer, which owns this, carries it out. Synchronous.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 
 import msgspec
 
-from asyncrl.core.experience import Finished, Generated, Sampler, Writer, ranked
+from asyncrl.core.experience import Finished, Generated, Sampler, Writer, least_wanted, ranked
 from asyncrl.core.staleness.base import StalenessViolation
 from asyncrl.core.types import Group
 from asyncrl.runtime.open_group import OpenGroup
@@ -94,13 +95,13 @@ class Experience:
         """What gives the groups that ``step`` may be trained on, those to be trained first at the front."""
         sampler = self.sampler
         assert sampler is not None
-        return lambda: ranked(sampler, [entry.seen(step) for entry in self._all()])
+        return lambda: ranked(sampler, self._seen(step))
 
-    def last(self, step: int) -> int | None:
+    def too_many(self, step: int) -> int | None:
         """The group that leaves, as more wait than may before ``step``; None if not."""
-        if len(self.fresh) + len(self.used) <= self._capacity:
+        if self.sampler is None or len(self.fresh) + len(self.used) <= self._capacity:
             return None
-        return self.ranking(step)()[-1]
+        return least_wanted(self.sampler, self._seen(step))
 
     def take(self, ids: Sequence[int], step: int) -> list[Entry]:
         """They are trained by ``step``; in ``used`` are then those that may be once more after it."""
@@ -127,9 +128,8 @@ class Experience:
         self.fresh.clear()
         self.used.clear()
 
-    def _all(self) -> Iterator[Entry]:
-        yield from self.fresh.values()
-        yield from self.used.values()
+    def _seen(self, step: int) -> list[Finished]:
+        return [entry.seen(step) for entry in chain(self.fresh.values(), self.used.values())]
 
 
 def _in_time(entry: Entry, step: int) -> bool:

@@ -311,12 +311,12 @@ class SampleBuffer:
         self._experience.add(Entry.of(open_group, group))
         for evicted, reason in self._control.occupy(group.id).items():
             self._drop(evicted, reason)
-        while (last := self._experience.last(self._step)) is not None:
-            if last in self._experience.used:
-                self._accounts.spent([self._experience.used.pop(last)])
+        while (least := self._experience.too_many(self._step)) is not None:
+            if least in self._experience.used:
+                self._accounts.spent([self._experience.used.pop(least)])
             else:
-                self._control.release(last)
-                self._drop(last, "buffer full")
+                self._control.release(least)
+                self._drop(least, "buffer full")
 
     def fail(self, lease: Lease, reason: str, *, infra: bool = False) -> None:
         """The episode failed, of itself or of what it ran on (``infra``). Its group goes on without it while enough

@@ -105,6 +105,17 @@ def test_a_full_buffer_lets_go_of_what_the_sampler_wants_least() -> None:
     run(main())
 
 
+def test_with_fifo_the_oldest_leaves_a_full_buffer() -> None:
+    async def main() -> None:
+        buffer = reusing(1, capacity=2)
+        for lease in await leases(buffer, 3):
+            put(buffer, lease, rewards=(1.0, 0.0))
+        assert ended(buffer) == [(0, "surplus"), (1, "surplus")]
+        assert [(await buffer.get_batch(step)).groups[0].id for step in range(2)] == [1, 2]
+
+    run(main())
+
+
 def test_with_fifo_a_full_buffer_lets_go_of_what_was_used_first() -> None:
     async def main() -> None:
         buffer = reusing(2, capacity=1)

@@ -20,6 +20,9 @@ unfinished then, as none has started since. ∎
 **Theorem (no deadlock).** Some allowed action always leads to the next step. Proof. With B ≤ capacity groups in the
 buffer the trainer takes them. With fewer, groups may start on any version; so B of them come to an end. ∎
 
+A sampler (``sample``, core/experience.py) takes others of the buffer first, so of these theorems only the last two are
+left then, and groups that are trained again stand in the buffer beside those that the second one counts.
+
 For a bound take ``StalenessBuffers``: they go with the same columns of a recipe.
 """
 
