@@ -104,7 +104,7 @@ class Experience:
         return least_wanted(self.sampler, self._seen(step))
 
     def take(self, ids: Sequence[int], step: int) -> list[Entry]:
-        """They are trained by ``step``; in ``used`` are then those that may be once more after it."""
+        """They are trained by ``step``; in ``used`` are then those that have uses left."""
         entries = [self.fresh.pop(i) if i in self.fresh else self.used.pop(i) for i in ids]
         for entry in entries:
             if not _in_time(entry, step) or entry.uses >= self.reuse:
@@ -113,13 +113,13 @@ class Experience:
                     f"{self.reuse} times, up to step {entry.deadline}"
                 )
             entry.uses += 1
-            if entry.uses < self.reuse and _in_time(entry, step + 1):
+            if entry.uses < self.reuse:
                 self.add(entry)
         return entries
 
     def expire(self, step: int) -> list[Entry]:
-        """Used groups leave that ``step`` must not train, or that have been used up."""
-        gone = [e for e in self.used.values() if e.uses >= self.reuse or not _in_time(e, step)]
+        """Used groups leave that ``step`` must not train."""
+        gone = [entry for entry in self.used.values() if not _in_time(entry, step)]
         for entry in gone:
             del self.used[entry.group.id]
         return gone

@@ -15,6 +15,7 @@ import pytest
 
 from asyncrl.core import journal
 from asyncrl.core.advantage import TurnRewards
+from asyncrl.core.experience import Generated
 from asyncrl.core.journal import Saved
 from asyncrl.core.types import Task, Trajectory, Turn
 from asyncrl.observe import database, segments, store
@@ -326,3 +327,60 @@ async def test_what_waits_beyond_the_memory_given_is_on_the_disk_alone(tmp_path:
         assert sum(13 * len(t.tokens) for t in found_again) <= limit
         await opened_store.fill(found_again)
         assert found_again == [waiting(number) for number in range(10) if number != 8]
+
+
+def trained(step: int, *groups: int, again: tuple[int, ...] = ()) -> list[journal.Entry]:
+    return [
+        journal.BatchTaken(step=step, groups=groups, again=again),
+        journal.Given(step=step, groups=groups, advantages=[1.0]),
+        journal.Trained(step=step, checksum=step),
+    ]
+
+
+def test_groups_between_two_uses_are_found_in_their_order_with_the_rewards_that_the_writer_gave(tmp_path: Path) -> None:
+    *begun, ready = finished(1, 1)
+    assert isinstance(ready, journal.GroupReady)
+    kept(
+        tmp_path,
+        [*finished(0, 0), *begun, journal.GroupReady(group=1, rewards={1: 2.0}), *finished(2, 2), opened(3, 3)],
+    )
+    kept(tmp_path, [*trained(0, 1, 0, again=(1, 0)), *trained(1, 0, 2, again=(2,)), journal.Spent(groups=(0,))])
+    saved = found(tmp_path)
+    assert [(group.id, group.ready, group.uses) for group in saved.groups] == [
+        (3, False, 0),
+        (1, True, 1),
+        (2, True, 1),
+    ]
+    assert saved.uses == 4 and saved.final == {("consumed", ""): 3}
+    [slot] = saved.groups[1].slots
+    assert slot.trajectory == trajectory(1, 1).rewarded(2.0) and slot.generated == Generated(tokens=1, version=0.0)
+    kept(tmp_path, [journal.BatchTaken(step=2, groups=(1,))])
+    taken = found(tmp_path).taken
+    assert taken is not None and [group.rewards for group in taken.groups] == [[2.0]]
+
+
+def test_tokens_are_kept_while_a_group_may_be_used_and_until_a_checkpoint_has_its_last_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 1)  # a file for each payload
+
+    def files() -> int:
+        return len(list((tmp_path / SEGMENTS).iterdir()))
+
+    kept(tmp_path, [*finished(0, 0), *trained(0, 0, again=(0,))])
+    kept(tmp_path, [journal.Checkpointed(version=1)])
+    assert files() == 1, "it may be used again"
+    kept(tmp_path, trained(1, 0))
+    kept(tmp_path, [journal.Checkpointed(version=1)])
+    assert files() == 2, "step 1 may have to be trained again"
+    kept(tmp_path, [journal.Checkpointed(version=2)])
+    assert files() == 0
+
+
+def test_a_run_that_goes_back_forgets_the_uses_since_then(tmp_path: Path) -> None:
+    kept(tmp_path, [*finished(0, 0), *finished(1, 1), *trained(0, 0, again=(0,)), *trained(1, 0, 1, again=(1,))])
+    with closing(Store(tmp_path, blocking=Inline(), find_task=find_task)) as opened_store:
+        opened_store.rewind(1, tasks_done=1)
+    saved = found(tmp_path, checkpoint=1)
+    assert (saved.version, saved.consumed, saved.uses, saved.groups) == (1, 1, 1, ())
+    assert saved.final == {("consumed", ""): 1, ("aborted", "the run went back to version 1"): 1}
