@@ -16,7 +16,7 @@ GPUs take turns, one-off and DORA split them. It names no split, no τ and no sp
 * **Lengths**: lognormal, the 99th percentile ten times the median ("over an order of magnitude", §1), cut at 30k.
 * **Size: an eighth** of the trajectories (``SCALE``), on as many servers. Each takes as much of a server, its KV cache
   and the trainer as eight, so the loads are the paper's; only the longest of a batch is the longest of fewer.
-* **τ = 2**; one-off is bounded by 1, partial rollout by 2.
+* **τ = 2**; one-off is bounded by 1, partial rollout by 2. DORA and partial rollout have slots for two batches.
 * **Partial rollout** lets all servers rest while all GPUs train. So it is simulated with a trainer that takes no time,
   and what training takes is added to its steps. Requests are cut at each update, and prefilled again.
 """

@@ -46,7 +46,7 @@ from asyncrl.core.staleness.base import StalenessControl
 
 class Versions:
     """What each version has to do, and the servers that give theirs up. ``control`` says how long a version may still
-    be trained. A call costs O(1), but for moves."""
+    be trained. What a plan asks costs O(servers), and what moves."""
 
     def __init__(self, control: StalenessControl) -> None:
         self._control = control
