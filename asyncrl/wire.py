@@ -13,6 +13,8 @@ Unknown keys are ignored when decoding, so that a newer SGLang does not break an
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from asyncrl.core.manifest import Manifest
@@ -219,7 +221,7 @@ class KvReq(msgspec.Struct, kw_only=True, frozen=True):
     ``KV-Block`` tokens, ``KV-Tokens`` in all, each as (layers, 2, kv_heads, tokens, head_dim) and the 8 bytes of its
     checksum."""
 
-    input_ids: list[int]
+    input_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
     key: KvKey
     beyond: int = 0
 

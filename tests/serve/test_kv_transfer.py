@@ -320,4 +320,11 @@ async def test_it_is_off_unless_asked_for(client: Client, a: Client) -> None:
     info = await client.info()
     assert (info["kv_reuse"], info["kv_transfers"]) == (False, {})
     assert (await a.info())["kv_reuse"] is True
-    await a.post("/kv_cache", {"input_ids": "none"}, status=400)
+
+
+async def test_what_no_server_would_ask_for_is_refused(a: Client) -> None:
+    key = msgspec.to_builtins((await a.server.engine.kv_wanted(PROMPT)).key)
+    for ids in ("none", [2**40], [-1], [1.5]):
+        await a.post("/kv_cache", {"input_ids": ids, "key": key}, status=400)
+    await a.post("/kv_cache", {"input_ids": [], "key": key}, status=204)
+    assert len((await a.generate(PROMPT, max_new_tokens=3))["output_ids"]) == 3
