@@ -97,9 +97,8 @@ def list_episodes(run_dir: Path, console: Console, *, state: str = "", task: str
     """A table of the ``last`` episodes that ended (generated tokens, how long each took, when in the run it ended), and
     of as many that have not, those that were begun first; of this state and of tasks whose id contains ``task``, if
     said. Raises ``RunDirError``."""
-    count, unfinished = list_unfinished(
-        run_dir, last, state=state, task=task
-    )  # before the others, so that none is missed
+    # Before those that ended, so that none is missed that ends meanwhile.
+    count, unfinished = list_unfinished(run_dir, last, state=state, task=task)
     matching = (e for e in read_episodes(run_dir) if state in ("", e.state) and task in e.task)
     shown = deque(matching, maxlen=last)
     known = {e.id for e in shown}
