@@ -117,6 +117,7 @@ class AsyncController:
                 self._enter("the end of the run", EPISODES)
                 await _stop(managers)
                 self._enter("the end of the run", EVALUATION)
+                await self._parameters.catch_up()  # for which an evaluation may wait, and no work makes servers pull
                 await self._evaluator.idle.wait()
                 await self._evaluator.whole()
                 self._enter("the end of the run", TRAINER)

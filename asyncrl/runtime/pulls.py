@@ -94,8 +94,10 @@ class PulledParameterServer(ParameterServer):
             self._aligning = False
 
     async def catch_up(self) -> None:
-        """Every server that is up holds the newest version when this returns."""
-        while behind := [i for i in self._proxy.instances if i.up and not i.draining and i.version < self._version]:
+        """Every server that is up holds the newest version when this returns, but those that an evaluation keeps."""
+        while behind := [
+            i for i in self._proxy.instances if i.up and not i.draining and not i.pinned and i.version < self._version
+        ]:
             free = [i for i in behind if not i.pulling]
             if not free:
                 self._pull_ended.clear()

@@ -190,6 +190,12 @@ def test_laws_hold_for_servers_with_batches_of_their_own(seed: int) -> None:
     check_laws(settings, play(settings))
 
 
+def test_servers_that_no_step_waited_for_still_get_the_version_that_is_evaluated() -> None:
+    """Reuse may train the last steps before any server has ended its batch."""
+    settings = laminar_recipe(1317, staleness={"control": "inherent"}, buffer={"reuse": 4}, trainer={"stream": False})
+    check_laws(settings, play(settings))
+
+
 SLOW: dict[str, Any] = {"rollout": {"num_envs": 4}, "sim": {"trainer": {"fixed_s": 0.1}}, "run": {"steps": 12}}
 """The trainer waits for the servers."""
 
