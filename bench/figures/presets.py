@@ -286,13 +286,15 @@ def measure(quick: bool) -> list[Run]:
 
 
 def draw(figure: Figure, points: list[Run]) -> None:
+    """Where synchronous training was run, of what was run."""
     panels = figure.subplots(2, len(WORKLOADS), sharex=True, sharey="row")
+    sizes = sorted({p.gpus for p in points})
     for column, workload in enumerate(WORKLOADS):
         above, below = panels[0][column], panels[1][column]
         mine = [p for p in points if p.workload == workload]
         sync = {p.gpus: p.ours for p in mine if p.system == "sync"}
         for number, name in enumerate(SYSTEMS):
-            own = [p for p in mine if p.system == name]
+            own = [p for p in mine if p.system == name and p.gpus in sync]
             style = {"color": f"C{number}", "lw": 2.5 if name == "asyncrl" else 1.2, "ms": 4}
             gpus = [p.gpus for p in own]
             above.plot(gpus, [p.ours / sync[p.gpus] for p in own], "s-" if _unbounded(name) else "o-", **style)
@@ -300,7 +302,7 @@ def draw(figure: Figure, points: list[Run]) -> None:
             below.plot(gpus, idle, "s-" if _unbounded(name) else "o-", label=name, **style)
         above.set_title(workload, fontsize=10)
         above.set_xscale("log", base=2)
-        below.set_xticks(SIZES, [f"{gpus:,}" for gpus in SIZES])
+        below.set_xticks(sizes, [f"{gpus:,}" for gpus in sizes])
         below.set_xlabel("GPUs")
         for axes in (above, below):
             axes.grid(alpha=0.3)
