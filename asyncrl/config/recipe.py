@@ -242,8 +242,8 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     kv_storage: dict[str, Any] = {}
     """For that, Mooncake's settings (``master_server_address`` …; HiCache's ``storage-backend-extra-config``)."""
     stream_interval: int = 64
-    """Tokens between two chunks of a stream: what a dying server can cost each of its requests. 0: all that they have
-    got from it, as their tokens come at their end."""
+    """Tokens between two chunks of a stream: what a dying server can cost each of its requests, beside a chunk that is
+    on its way. 0: all that they have got from it, as their tokens come at their end."""
     routing: Literal["least_loaded", "prefix_affine", "round_robin", "waterfall", "own_batch", "newest_first"] = (
         "least_loaded"
     )
