@@ -14,9 +14,11 @@ import secrets
 import sys
 from collections.abc import Mapping
 from ipaddress import ip_address
+from typing import TYPE_CHECKING
 
-from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+if TYPE_CHECKING:
+    from aiohttp import web
+    from aiohttp.typedefs import Handler, Middleware
 
 VARIABLE = "ASYNCRL_TOKEN"
 SHORTEST = 16
@@ -73,6 +75,7 @@ def matches(given: str, token: str) -> bool:
 
 def guard(token: str) -> Middleware:
     """The middleware that refuses requests without the token."""
+    from aiohttp import web  # not for those that only read a recipe
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -454,7 +454,7 @@ async def test_what_came_down_a_chain_of_relays_is_served(engine: Engine, models
     """From the folder in its host's memory: the safetensors file and the manifest, no configuration, no tokenizer."""
     weights = numpy.load_file(models.second / "model.safetensors")
     async with world(tmp_path, 2, megabytes=0, weights=lambda version: weights) as relays:
-        relays.hosts[engine.name] = relays.urls[1]
+        relays.transport.place(engine.name, relays.urls[1])
         await relays.transport.prepare(1)
         await relays.transport.arrive([engine], 1)
         async with restored(engine, models):
