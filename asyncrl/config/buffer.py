@@ -6,12 +6,10 @@ import math
 from typing import TYPE_CHECKING
 
 from asyncrl.config.base import RecipeError, Section, require
+from asyncrl.core.experience import SAMPLERS
 
 if TYPE_CHECKING:
     from asyncrl.config.recipe import Recipe
-
-SAMPLERS = ("fifo", "staleness", "advantage", "importance_ratio")
-"""Names that ``core/experience.py`` knows."""
 
 
 class BufferConfig(Section, frozen=True, kw_only=True):

@@ -8,12 +8,6 @@ from typing import Any
 import pytest
 
 from asyncrl.config import RecipeError, load, load_table
-from asyncrl.config.buffer import SAMPLERS as NAMES
-from asyncrl.core.experience import SAMPLERS
-
-
-def test_the_recipe_knows_the_samplers_by_name() -> None:
-    assert tuple(SAMPLERS) == NAMES
 
 
 @pytest.mark.parametrize("preset", ["roll-flash", "laminar", "queue-drop"])
