@@ -47,6 +47,17 @@ class Moody(asyncrl.Env):
         await asyncio.sleep(0.01)
         return asyncrl.Step(observation="1=", reward=action.text.count("0") / 12, done=self.turn == 2)
 
+class Slow(asyncrl.Env):
+    # Three turns, each with an answer that takes its time: episodes outlast a training step.
+    async def reset(self, task):
+        self.turn = 0
+        return task.data["prompt"]
+
+    async def step(self, action):
+        self.turn += 1
+        await asyncio.sleep(random.uniform(0.1, 0.8))
+        return asyncrl.Step(observation="1=", reward=action.text.count("0") / 12, done=self.turn == 3)
+
 class Engine(asyncrl.SyncEnv):
     # The same, blocking; now and then its process dies.
     cost = asyncrl.Cost(per_process=8)
