@@ -323,7 +323,7 @@ def play(
                 seconds.append(chaos.attempt())
                 print(f"{name}: {len(seconds)} of {tries}, back after {seconds[-1]:.1f} s", flush=True)
             code = chaos.finish()
-            left = [command for _, command in chaos.run.processes()]
+            left = chaos.run.leftovers()
         finally:
             chaos.run.kill()
     return {

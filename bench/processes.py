@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,15 +35,19 @@ MARK = "ASYNCRL_BENCH_RUN"
 
 
 class Run:
-    """``asyncrl train`` in a process of its own; all of its processes carry its mark in their environment."""
+    """``asyncrl train`` in a process of its own; all of its processes carry its mark in their environment, and have a
+    folder for temporary files and, where that is allowed, one that they see as /dev/shm: what is left in them shows."""
 
     def __init__(self, recipe: Path, run_dir: Path, settings: Sequence[str]) -> None:
         self.run_dir = run_dir
         self.output = run_dir.with_suffix(".log")
         self._mark = f"{MARK}={run_dir}".encode()
+        self._temporary, self._shared = run_dir.with_suffix(".tmp"), run_dir.with_suffix(".shm")
+        for folder in (self._temporary, self._shared):
+            folder.mkdir()
         overrides = [word for setting in settings for word in ("--set", setting)]
-        self._command = [sys.executable, "-m", "asyncrl.cli", "train", str(recipe), "--run-dir", str(run_dir)]
-        self._command += overrides
+        self._command = [*_seen_as_shm(self._shared), sys.executable, "-m", "asyncrl.cli", "train", str(recipe)]
+        self._command += ["--run-dir", str(run_dir), *overrides]
         self.start()
 
     def start(self, *settings: str) -> None:
@@ -53,7 +58,7 @@ class Run:
                 [*self._command, *more],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", MARK: str(self.run_dir)},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._temporary), MARK: str(self.run_dir)},
                 start_new_session=True,
             )
 
@@ -76,6 +81,12 @@ class Run:
                         yield int(entry.name), (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
                 except OSError:  # it has just ended
                     continue
+
+    def leftovers(self) -> list[str]:
+        """What is left of it: command lines of processes, files in shared memory and temporary ones."""
+        files = (path for folder in (self._shared, self._temporary) for path in folder.rglob("*"))
+        left = (str(path) for path in files if not path.name.startswith("torchinductor_"))  # torch's cache, one a user
+        return [*(command for _, command in self.processes()), *left]
 
     def of(self, kind: str) -> list[int]:
         found = sorted(pid for pid, command in self.processes() if any(word in command for word in COMMANDS[kind]))
@@ -113,6 +124,13 @@ def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         return
+
+
+def _seen_as_shm(folder: Path) -> list[str]:
+    """A command before another's that lets it see ``folder`` as /dev/shm; none where that is not allowed."""
+    unshare = ["unshare", "--mount"]
+    allowed = shutil.which("unshare") and not subprocess.run([*unshare, "true"], stderr=subprocess.DEVNULL).returncode
+    return [*unshare, "sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"', str(folder)] if allowed else []
 
 
 def _parent(pid: int) -> int:

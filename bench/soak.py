@@ -62,10 +62,10 @@ def soak(recipe: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]
     finally:
         if run.process.poll() is None:
             run.kill()
-    left = list(run.processes())
+    left = run.leftovers()
     text = run.output.read_text()
     print(text[-1500:])
-    return _account(recipe, run, args, killed, memory, [command for _, command in left])
+    return _account(recipe, run, args, killed, memory, left)
 
 
 def _account(
