@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     actions = servers.add_subparsers(required=True, metavar="COMMAND", dest="verb")
     for verb, what in (
         ("list", "what each does"),
-        ("add", "have one join: that URL, or another one started here; also one that was drained"),
+        ("add", "have one join: that URL (its key in ASYNCRL_TOKEN), or one started here; also one that was drained"),
         ("drain", "give one nothing new, until it runs nothing"),
         ("remove", "drain one and forget it; one that was started here is stopped"),
     ):
@@ -272,12 +272,14 @@ def _status(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _servers(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from asyncrl.access import AccessError, given_token
     from asyncrl.build.control import ask
     from asyncrl.observe.run_dir import RunDirError
 
     try:
-        return ask(args.run_dir, args.verb, args.server, print)
-    except RunDirError as error:
+        token = given_token() if args.verb == "add" and args.server else ""
+        return ask(args.run_dir, args.verb, args.server, print, token=token)
+    except (AccessError, RunDirError) as error:
         raise RecipeError(str(error)) from None
     except KeyboardInterrupt:
         print("asyncrl: it goes on; see asyncrl servers list", file=sys.stderr)

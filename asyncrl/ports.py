@@ -106,6 +106,8 @@ class Engine(Protocol):
     """One inference server (DESIGN.md §7). Versions are integers; the adapter maps them to the server's strings."""
 
     name: str
+    ranks: int
+    """Members that it is in a process group of weights: its tensor-parallel ranks, as ``connect`` last found them."""
 
     async def connect(self) -> EngineInfo:
         """Wait until the server is healthy (bounded), and describe it. Raises ``EngineError``."""
@@ -127,7 +129,8 @@ class Engine(Protocol):
         """Replace the weights in place by a Hugging Face folder's. Call while paused; drops the prefix cache."""
 
     async def join_group(self, address: str, port: int, rank: int, world_size: int, group: str, backend: str) -> None:
-        """Join the process group over which the trainer broadcasts weights. Blocks until all have joined."""
+        """Join the process group over which the trainer broadcasts weights, as ``ranks`` members from ``rank`` on.
+        Blocks until all have joined."""
 
     async def load_from_group(
         self,

@@ -175,6 +175,9 @@ class ServerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     max_total_num_tokens: int | None = None
     context_length: int | None = None
     max_req_input_len: int | None = None
+    tp_size: int = 1
+    dp_size: int = 1
+    pp_size: int = 1
     incremental_streaming_output: bool = False
     kv_reuse: bool = False
 

@@ -13,6 +13,7 @@ are made at import time because SGLang spawns its scheduler and detokenizer, and
 
 from __future__ import annotations
 
+import argparse
 import importlib.machinery
 import importlib.util
 import os
@@ -83,7 +84,19 @@ def with_defaults(arguments: list[str]) -> list[str]:
     return arguments + [word for pair in missing.items() for word in pair if word is not None]
 
 
+def cores_of_ranks(arguments: list[str]) -> str:
+    """``SGLANG_CPU_OMP_THREADS_BIND``: a core for each of the ``--tp-size`` ranks in turn. Without it SGLang starts no
+    more ranks than the machine has NUMA nodes. Empty, which is SGLang's own choice, for a single rank."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1)
+    ranks = parser.parse_known_args(arguments)[0].tp_size
+    cores = sorted(os.sched_getaffinity(0))
+    return "|".join(str(cores[rank % len(cores)]) for rank in range(ranks)) if ranks > 1 else ""
+
+
 def main() -> None:
+    if cores := cores_of_ranks(sys.argv[1:]):
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", cores)
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree

@@ -9,6 +9,7 @@ Owns the listening socket, the key and the file, which goes with the run.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import socket
@@ -37,6 +38,8 @@ PATH = "/servers"
 Verb = Literal["add", "drain", "remove"]
 ASK_S = 0.5
 """Between two looks at how far a change is."""
+JOIN_S = 30.0
+"""For a server that is said to run to describe itself."""
 ANSWER_S = 10.0
 
 
@@ -49,10 +52,12 @@ class Door(Record, frozen=True, kw_only=True):
 
 
 class Asked(Record, frozen=True, kw_only=True):
-    """``server`` is a URL or a name; empty, with ``add``, for one to be started here."""
+    """``server`` is a URL or a name; empty, with ``add``, for one to be started here. ``token`` is what it asks for, if
+    that is not the run's."""
 
     verb: Verb
     server: str = ""
+    token: str = ""
 
 
 class Row(Record, frozen=True, kw_only=True):
@@ -68,13 +73,21 @@ class Row(Record, frozen=True, kw_only=True):
 
 
 class Control:
-    """Of the run in ``run_dir``. ``connect`` makes the engine of a server by its number; it may raise
-    ``FleetError``."""
+    """Of the run in ``run_dir``, whose servers ask for ``token``. ``connect`` makes the engine of a server by its
+    number and its own token, if it has one; it may raise ``FleetError``."""
 
     def __init__(
-        self, run_dir: Path, *, fleet: Fleet, servers: LocalServers, members: Members, connect: Callable[[int], Engine]
+        self,
+        run_dir: Path,
+        *,
+        fleet: Fleet,
+        servers: LocalServers,
+        members: Members,
+        connect: Callable[[int, str], Engine],
+        token: str,
     ) -> None:
         self._file = run_dir / CONTROL
+        self._token = token
         self._fleet = fleet
         self._servers = servers
         self._members = members
@@ -132,18 +145,26 @@ class Control:
         known = self._find(url) if url else None
         if known is not None:
             self._fleet.readmit(known)
-            self._members.readmitted(_number(known), self._drained.pop(_number(known)))
+            if (member := self._drained.pop(_number(known), None)) is not None:
+                self._members.readmitted(_number(known), member)
             return known
         if url:
             _check(url)
         number = await self._servers.add(url)
         name = f"server {number}"
+        own = asked.token if asked.token != self._token else ""
         try:
-            await self._fleet.add(self._connect(number))
+            async with asyncio.timeout(JOIN_S if url else None):
+                await self._fleet.add(self._connect(number, own))
+        except TimeoutError:
+            raise FleetError(
+                f"{url}: no inference server answers there within {JOIN_S:g} s; start it first, or correct the URL"
+            ) from None
         except (FleetError, EngineError):
             self._servers.retire(name)
             raise
-        self._members.added(number, url)
+        if not own:  # written nowhere: a run that goes on would ask that server without it
+            self._members.added(number, url)
         return name
 
     async def _drain(self, asked: Asked) -> str:
@@ -188,15 +209,17 @@ def _shown(url: str) -> str:
 # --- the command
 
 
-def ask(run_dir: Path, verb: Literal["list"] | Verb, server: str, out: Callable[[str], object]) -> int:
-    """Carry out one command on the run in ``run_dir``, and say how it goes until it is done. The exit code. Raises
-    ``RunDirError``."""
+def ask(
+    run_dir: Path, verb: Literal["list"] | Verb, server: str, out: Callable[[str], object], *, token: str = ""
+) -> int:
+    """Carry out one command on the run in ``run_dir``, and say how it goes until it is done. ``token`` is that of a
+    server that is added. The exit code. Raises ``RunDirError``."""
     door = _door(run_dir)
     if verb == "list":
         for each in _rows(door):
             out(_line(each))
         return 0
-    answer = _call(door, Asked(verb=verb, server=server))
+    answer = _call(door, Asked(verb=verb, server=server, token=token))
     if "error" in answer:
         out(f"asyncrl: {answer['error']}")
         return 1

@@ -129,7 +129,7 @@ async def train(
     )
     run_name = f"{run_dir.name}-{random.SystemRandom().getrandbits(64):016x}"
 
-    def connect(number: int) -> SGLangEngine:
+    def connect(number: int, own_token: str = "") -> SGLangEngine:
         return SGLangEngine(
             servers.urls[number],
             f"server {number}",
@@ -138,7 +138,7 @@ async def train(
             model_type=model_type,
             vocabulary=vocabulary,
             version=0 if servers.owns(number) else None,  # who knows what others have had them load
-            token=token,
+            token=own_token or token,
             run=run_name,
         )
 
@@ -167,9 +167,9 @@ async def train(
             )
             services.append(chain.watch)
 
-    def join(number: int) -> SGLangEngine:
+    def join(number: int, own_token: str) -> SGLangEngine:
         """The engine of a server that was added."""
-        engine = connect(number)
+        engine = connect(number, own_token)
         if isinstance(transport, RelayTransport):
             relay = relays_of(servers.urls, relays.urls)[number]
             if relay is None:
@@ -339,7 +339,7 @@ async def train(
             await relays.start()
             await servers.start()
             run = status.run = await relays.until_death(servers.until_death(assemble(recipe, world)))
-            control = Control(run_dir, fleet=run.fleet, servers=servers, members=members, connect=join)
+            control = Control(run_dir, fleet=run.fleet, servers=servers, members=members, connect=join, token=token)
             await control.start()
             with rare_collections():
                 await run.controller.run()

@@ -22,7 +22,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from asyncrl.access import header
+from asyncrl.access import VARIABLE, header
 from asyncrl.ports import EngineError, EngineRejected
 from asyncrl.shield import to_the_end
 
@@ -153,7 +153,10 @@ class Http:
 
     def refused(self, path: str, status: int, raw: bytes) -> EngineError:
         """4xx means that the request is at fault, 5xx (and 429) the server."""
-        return self._refusal(status, f"{path} answered {status}: {_message(raw)}")
+        message = _message(raw)
+        if status == 401 and VARIABLE not in message:  # the embedded server says it itself
+            message += f"; set {VARIABLE} to the key that it was started with (--api-key)"
+        return self._refusal(status, f"{path} answered {status}: {message}")
 
     def refused_in_stream(self, status: int, message: str) -> EngineError:
         """The same, said in a stream after status 200."""

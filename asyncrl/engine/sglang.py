@@ -23,7 +23,6 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import suppress
-from math import prod
 from typing import TypeVar
 
 import aiohttp
@@ -31,6 +30,7 @@ import msgspec
 
 from asyncrl import wire
 from asyncrl.config import EngineConfig
+from asyncrl.engine.buckets import buckets
 from asyncrl.engine.http import BUSY, Http, shielded
 from asyncrl.engine.replies import BadReply, ReplyReader
 from asyncrl.engine.shared_kv import SharedKv
@@ -47,14 +47,9 @@ ABORT_TIMEOUT_S = 5.0
 ABORT_GRACE_S = 2.0
 """How long a request may stay silent after its abort, before it is ended on this side."""
 
-BUCKET_BYTES = 256 << 20
-"""Weights received at once: the server keeps that much beside its own copy."""
-
 _encode = msgspec.json.Encoder().encode
 _decode_line = msgspec.json.Decoder(wire.GenerateReply).decode
 _decode_many = msgspec.json.Decoder(list[wire.GenerateReply]).decode
-
-_ELEMENT_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
 
 
 class _GaveUp(Exception):
@@ -114,6 +109,7 @@ class SGLangEngine:
         run: str = "",
     ) -> None:
         self.name = name
+        self.ranks = 1
         self._url = url
         self._config = config
         self._model_type = model_type
@@ -125,6 +121,8 @@ class SGLangEngine:
         self._generate_url = self._http.url("generate")
         shares = config.kv_reuse and config.kind == "sglang"
         self._shared = SharedKv(self._http, config.kv_storage, run, config.control_timeout_s) if shares else None
+        self._replicas = 1
+        """Processes of each tensor-parallel rank."""
         self._live: dict[str, _Live] = {}
         self._quiet = asyncio.Event()
         """Set when no request of this client is on the server."""
@@ -161,6 +159,7 @@ class SGLangEngine:
                 f"serves a {model.model_type} model ({model.model_path}), the recipe trains a {self._model_type}; "
                 "start it with the recipe's model.path"
             )
+        self.ranks, self._replicas = server.tp_size, server.dp_size * server.pp_size
         takes_kv = self._config.kv_reuse and self._config.kind == "embedded"
         if takes_kv and not server.kv_reuse:
             raise self._http.rejected("started without --kv-reuse; start it with that, or set engine.kv_reuse = false")
@@ -412,6 +411,11 @@ class SGLangEngine:
         await self._check_version(version)
 
     async def join_group(self, address: str, port: int, rank: int, world_size: int, group: str, backend: str) -> None:
+        if self._replicas > 1:  # the group would wait for members that all have the same number
+            raise self._http.rejected(
+                "with --dp-size or --pp-size above 1 SGLang takes no weights from a process group; start more servers "
+                'in place of its replicas, or set weights.transport = "disk" or "relay"'
+            )
         await self._update(
             "init_weights_update_group",
             wire.InitGroupReq(
@@ -436,8 +440,7 @@ class SGLangEngine:
         await self._stop_sharing()
         await self._update("begin_weight_update")
         try:
-            buckets = list(_buckets(dtypes, shapes))
-            for start, end in buckets:
+            for start, end in buckets(dtypes, shapes):
                 last = end == len(names)
                 await self._update(
                     "update_weights_from_distributed",
@@ -485,16 +488,3 @@ class SGLangEngine:
         reply = await self._http.call("POST", path, wire.StatusReply, body=body, timeout_s=timeout_s, repeatable=False)
         if not reply.success:
             raise self._http.rejected(f"/{path}: {reply.message}")
-
-
-def _buckets(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
-    """Ranges of tensors of at most ``BUCKET_BYTES`` each (or one larger tensor)."""
-    start = held = 0
-    for i, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True)):
-        size = prod(shape) * _ELEMENT_BYTES.get(dtype, 4)
-        if i > start and held + size > BUCKET_BYTES:
-            yield start, i
-            start, held = i, 0
-        held += size
-    if len(shapes) > start:
-        yield start, len(shapes)

@@ -37,6 +37,7 @@ class SimProcess:
         kv_link: KvLink | None,
     ) -> None:
         self.name = name
+        self.ranks = 1
         self.version = 0
         self._new_server = new_server
         self._load_s = load_s

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Coroutine, Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 from asyncrl.ports import Engine, EngineError, TrainerDied, TrainerError
@@ -34,7 +35,8 @@ class Publisher(Protocol):
 
 class CollectiveTransport:
     """``address`` is where servers reach the trainer's rank 0. ``backend`` is ``nccl`` (trainer and servers on GPUs of
-    their own), ``gloo``, or ``auto``: the trainer's own. Every server is one member of the group."""
+    their own), ``gloo``, or ``auto``: the trainer's own. Every tensor-parallel rank of a server is a member of the
+    group: it receives whole tensors, and keeps its part of them."""
 
     def __init__(self, trainer: Publisher, *, address: str, backend: str) -> None:
         self._trainer = trainer
@@ -51,12 +53,16 @@ class CollectiveTransport:
     async def _form(self, engines: Sequence[Engine]) -> None:
         self._formed += 1
         backend = self._trainer.info.backend if self._backend == "auto" else self._backend
-        address, size, group = self._address, len(engines) + 1, self._group
+        *starts, size = accumulate((engine.ranks for engine in engines), initial=1)
+        address, group = self._address, self._group
         # Servers are asked only when the trainer is there: in vain they would wait for long.
         port = await self._trainer.open_group(address, size, group, backend)
         await self._together(
             self._trainer.join_group(),
-            [engine.join_group(address, port, rank, size, group, backend) for rank, engine in enumerate(engines, 1)],
+            [
+                e.join_group(address, port, start, size, group, backend)
+                for e, start in zip(engines, starts, strict=True)
+            ],
         )
 
     async def prepare(self, version: int) -> None:

@@ -28,6 +28,7 @@ from asyncrl.servers import LocalServers
 from asyncrl.sim.engine import SimEngine
 from asyncrl.sim.trace import TraceRecorder
 
+TOKEN, KEY = "the run's own token", "that of one server"
 URLS = ["http://me:secret@10.0.0.1:30000", "http://10.0.0.2:30000"]
 
 
@@ -36,14 +37,32 @@ class Refusing(SimEngine):
         raise EngineError(f"{self.name}: serves a llama model, the recipe trains a qwen3")
 
 
+class Silent(SimEngine):
+    async def connect(self) -> EngineInfo:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+
+class Notes(NoStore):
+    def __init__(self) -> None:
+        self.fleet = ""
+
+    def put(self, entry: Any) -> None:
+        self.fleet = entry.value
+
+
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_module, "ASK_S", 0.02)
+    monkeypatch.setattr(control_module, "JOIN_S", 0.5)
 
 
 @asynccontextmanager
-async def controlled(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
-    """A fleet of two with its control; the value carries out a command on a thread, as another process would."""
+async def controlled(
+    tmp_path: Path, *, tokens: list[str] | None = None, notes: Notes | None = None
+) -> AsyncIterator[Callable[..., Any]]:
+    """A fleet of two with its control; the value carries out a command on a thread, as another process would.
+    ``tokens`` gets those that servers which join have of their own."""
     recipe = load_table({"engine": {"urls": URLS}})
     (tmp_path / RECIPE).write_bytes(dumps(recipe))
     proxy = LLMProxy(route=least_loaded, observer=TraceRecorder(), context_length=1000)
@@ -52,22 +71,25 @@ async def controlled(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
         instance.version = 3
         proxy.mark_up(instance)
 
-    def connect(number: int) -> Engine:
-        kind = Refusing if servers.urls[number].endswith(":666") else SimEngine
+    def connect(number: int, token: str) -> Engine:
+        if tokens is not None:
+            tokens.append(token)
+        kind = {"666": Refusing, "999": Silent}.get(servers.urls[number].rpartition(":")[2], SimEngine)
         return kind(f"server {number}", rng=random.Random(0), lengths=lambda rng, ids: 9)
 
     fleet = Fleet(proxy=proxy, restore=restore, probe_s=0.05, context_length=1000)
     servers = LocalServers(recipe, logs=tmp_path, note=lambda text: None)
     for number in range(2):
-        engine = connect(number)
+        engine = connect(number, "")
         proxy.add(engine, await engine.connect())
-    control = Control(tmp_path, fleet=fleet, servers=servers, members=Members(recipe, {}, NoStore()), connect=connect)
+    members = Members(recipe, {}, notes or NoStore())
+    control = Control(tmp_path, fleet=fleet, servers=servers, members=members, connect=connect, token=TOKEN)
     await control.start()
 
-    async def command(verb: Any, server: str = "") -> tuple[int, list[str]]:
+    async def command(verb: Any, server: str = "", token: str = "") -> tuple[int, list[str]]:
         lines: list[str] = []
         async with asyncio.timeout(20):
-            return await asyncio.to_thread(ask, tmp_path, verb, server, lines.append), lines
+            return await asyncio.to_thread(ask, tmp_path, verb, server, lines.append, token=token), lines
 
     async with asyncio.TaskGroup() as group:
         running = group.create_task(fleet.run())
@@ -100,6 +122,21 @@ async def test_one_joins_another_drains_comes_back_and_leaves(tmp_path: Path) ->
         assert (await run("add", "http://10.0.0.3:30000"))[1][-1].startswith("server 3  "), "numbers are not used twice"
 
 
+async def test_a_key_of_its_own_opens_a_server_and_is_written_nowhere(tmp_path: Path) -> None:
+    tokens: list[str] = []
+    async with controlled(tmp_path, tokens=tokens, notes=(notes := Notes())) as run:
+        tokens.clear()
+        assert (await run("add", "http://10.0.0.3:30000", TOKEN))[0] == 0
+        assert tokens == [""] and "10.0.0.3" in notes.fleet
+        assert (await run("add", "http://10.0.0.4:30000", KEY))[0] == 0
+        assert tokens == ["", KEY] and "10.0.0.4" not in notes.fleet
+        assert (await run("drain", "http://10.0.0.4:30000"))[0] == 0
+        assert (await run("add", "http://10.0.0.4:30000"))[1][-1].endswith("serves, version 3")
+        assert "10.0.0.4" not in notes.fleet and tokens == ["", KEY], "it was there already"
+        assert (await run("remove", "http://10.0.0.4:30000"))[0] == 0
+    assert not any(KEY.encode() in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+
+
 @pytest.mark.parametrize(
     ("verb", "server", "said"),
     [
@@ -109,6 +146,7 @@ async def test_one_joins_another_drains_comes_back_and_leaves(tmp_path: Path) ->
         ("add", "http://10.0.0.3:30000/v1", "http://10.0.0.3:30000/v1: write http://HOST:PORT"),
         ("add", "http://10.0.0.2:30000", "server 1 is in use already"),
         ("add", "", "this run starts no servers; give the URL of one that runs"),
+        ("add", "http://10.0.0.3:999", "http://10.0.0.3:999: no inference server answers there within 0.5 s; start"),
         ("add", "http://10.0.0.3:666", "server 2: serves a llama model, the recipe trains a qwen3"),
         ("drain", "http://10.0.0.9:1", "http://10.0.0.9:1: no such server; there are server 0 (10.0.0.1:30000), "),
     ],

@@ -184,4 +184,11 @@ class SGLangRig(HttpRig):
         return [*start, "--dtype", "float32", *limits]
 
 
-RIGS: list[type[Rig]] = [SimulatedRig, EmbeddedRig, *([SGLangRig] if SGLANG_PYTHON else [])]
+class SGLangTwoRanksRig(SGLangRig):
+    kind = "sglang-tp2"
+
+    def command(self, model: Path, port: int) -> list[str]:
+        return [*super().command(model, port), "--tp-size", "2"]
+
+
+RIGS: list[type[Rig]] = [SimulatedRig, EmbeddedRig, *([SGLangRig, SGLangTwoRanksRig] if SGLANG_PYTHON else [])]

@@ -481,10 +481,10 @@ async def test_an_update_from_a_missing_folder_fails_and_changes_nothing(engine:
 async def test_weights_from_a_group_are_served_whole(engine: Engine, models: Models) -> None:
     name = f"g{time.monotonic_ns()}"
     async with restored(engine, models):
-        sender = UpdateGroup("127.0.0.1", 2, name, "gloo")
+        sender = UpdateGroup("127.0.0.1", 1 + engine.ranks, name, "gloo")
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(asyncio.to_thread(sender.join))
-            await engine.join_group("127.0.0.1", sender.port, 1, 2, name, "gloo")
+            await engine.join_group("127.0.0.1", sender.port, 1, 1 + engine.ranks, name, "gloo")
         try:
             for version, folder in ((4, models.second), (5, models.first), (6, models.second)):
                 tensors = weights(folder)

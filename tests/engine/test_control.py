@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from asyncrl.engine import sglang
+from asyncrl.engine import buckets, sglang
 from asyncrl.engine.sglang import SGLangEngine
 from asyncrl.ports import EngineError, EngineInfo, EngineLoad, EngineRejected
 
@@ -231,6 +231,33 @@ async def test_join_group_says_who_is_who(server: Server, make: Make) -> None:
     ]
 
 
+async def test_a_wrong_key_is_one_line_that_says_where_it_is_set(server: Server, make: Make) -> None:
+    server.on_control["/server_info"] = refuses(401, {"error": "Unauthorized"})
+    with pytest.raises(EngineRejected, match=r"answered 401: Unauthorized; set ASYNCRL_TOKEN to the key .*--api-key"):
+        await make().connect()
+
+
+async def test_a_server_says_how_many_members_of_a_group_it_is(server: Server, make: Make) -> None:
+    engine = make()
+    await engine.connect()
+    assert engine.ranks == 1
+    server.control["/server_info"] |= {"tp_size": 4, "dp_size": 1, "pp_size": 1}
+    await engine.connect()  # it was started again, otherwise
+    assert engine.ranks == 4
+
+
+@pytest.mark.parametrize("replicas", ["dp_size", "pp_size"])
+async def test_replicas_that_no_group_can_take_are_refused_before_it_waits_for_them(
+    server: Server, make: Make, replicas: str
+) -> None:
+    engine = make()
+    server.control["/server_info"] |= {"tp_size": 2, replicas: 2}
+    await engine.connect()
+    with pytest.raises(EngineRejected, match=r'--dp-size or --pp-size .* weights\.transport = "disk" or "relay"'):
+        await engine.join_group("10.0.0.1", 4711, 1, 3, "g", "nccl")
+    assert not server.asked("/init_weights_update_group")
+
+
 SHAPES = [[2, 3], [4], [1000], [8], [8]]
 NAMES = [f"w{i}" for i in range(len(SHAPES))]
 
@@ -238,7 +265,7 @@ NAMES = [f"w{i}" for i in range(len(SHAPES))]
 async def test_weights_from_a_group_come_in_order_in_pieces_within_one_session(
     server: Server, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sglang, "BUCKET_BYTES", 64)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 64)
     server.control["/model_info"]["weight_version"] = "2"
     await make().load_from_group(NAMES, ["bfloat16"] * 5, SHAPES, "g", 2)
     paths = [x.path for x in server.exchanges]

@@ -64,6 +64,7 @@ class PlayedServer:
 
     def __init__(self, name: str, trainer: PlayedTrainer) -> None:
         self.name = name
+        self.ranks = 1
         self.trainer = trainer
         self.group = ""
         self.rank = 0
@@ -100,8 +101,10 @@ class PlayedServer:
             await self.trainer.meeting.abort()
             raise self.fails
         try:
-            await self.trainer.meeting.wait()
-        except asyncio.BrokenBarrierError:
+            async with asyncio.TaskGroup() as members:
+                for _ in range(self.ranks):
+                    members.create_task(self.trainer.meeting.wait())
+        except* asyncio.BrokenBarrierError:
             raise EngineError(f"{self.name}: the group broke") from None
 
 
@@ -161,6 +164,16 @@ async def test_all_members_meet_in_one_group_with_the_trainer_as_rank_0(
     assert trainer.log == ["publish 1 stage", "open 10.0.0.1 for 4 gloo", "publish 1 collective"]
     assert [server.rank for server in servers] == [1, 2, 3]
     assert all(server.held == (("a", "b"), 1) for server in servers)
+
+
+async def test_every_tensor_parallel_rank_of_a_server_is_a_member(
+    trainer: PlayedTrainer, servers: list[PlayedServer]
+) -> None:
+    for server, ranks in zip(servers, (2, 1, 4), strict=True):
+        server.ranks = ranks
+    await collective(trainer).deliver(as_engines(servers), 1)
+    assert trainer.log[0] == "open 10.0.0.1 for 8 gloo"
+    assert [server.rank for server in servers] == [1, 3, 4]
 
 
 async def test_a_group_is_formed_anew_for_another_set_of_servers_and_kept_for_the_same(
