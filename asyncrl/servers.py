@@ -8,7 +8,11 @@ elsewhere meanwhile and brings its weights up to date when it answers again, and
 from __future__ import annotations
 
 import asyncio
+import getpass
+import os
+import shutil
 import sys
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -16,6 +20,7 @@ from typing import TypeVar
 
 from asyncrl.access import VARIABLE, gloo_interface
 from asyncrl.config import Recipe
+from asyncrl.leftovers import Leftovers
 from asyncrl.processes import Child, ChildError, free_port
 
 T = TypeVar("T")
@@ -185,6 +190,14 @@ class LocalServers(LocalProcesses):
         engine = recipe.engine
         places = engine.urls or [""] * engine.count if places is None else places
         super().__init__(recipe, places, logs=logs, note=note, token=token)
+        self._leftovers: Leftovers | None = None
+        """Of SGLang, which tidies nothing up."""
+
+    async def stop(self) -> None:
+        await super().stop()
+        if self._leftovers is not None:
+            await asyncio.to_thread(self._leftovers.close)
+            self._leftovers = None
 
     async def _start(self, index: int) -> Child:
         engine = self._recipe.engine
@@ -192,11 +205,23 @@ class LocalServers(LocalProcesses):
         env |= gloo_interface(self._recipe.weights.address)
         if engine.gpus:
             env["CUDA_VISIBLE_DEVICES"] = engine.gpus[index % len(engine.gpus)]
-        command = self._embedded(index) if engine.kind == "embedded" else self._sglang(index)
-        if engine.kind == "sglang":
-            # Otherwise /health generates a token each time, and fails while generation is paused.
-            env |= {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "HF_HUB_OFFLINE": "1"}
-        return await Child.start(f"server {index}", command, log=self._logs / f"server-{index}.log", env=env)
+        name, log = f"server {index}", self._logs / f"server-{index}.log"
+        if engine.kind == "embedded":
+            return await Child.start(name, self._embedded(index), log=log, env=env)
+        # Otherwise /health generates a token each time, and fails while generation is paused.
+        env |= {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "HF_HUB_OFFLINE": "1"}
+        compiled = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")  # torch's own place: it is to stay
+        env |= {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled))}
+        folder = tempfile.mkdtemp(prefix="asyncrl-server-")
+        try:
+            child = await Child.start(name, self._sglang(index), log=log, env=env | {"TMPDIR": folder})
+        except BaseException:
+            shutil.rmtree(folder)
+            raise
+        if self._leftovers is None:
+            self._leftovers = Leftovers()
+        self._leftovers.session(child.pid, folder)
+        return child
 
     def _embedded(self, index: int) -> list[str]:
         engine, recipe = self._recipe.engine, self._recipe

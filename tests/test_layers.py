@@ -3,8 +3,8 @@
     core ← env ← ports, wire, shield, access ← config ← worlds ← build ← cli
 
 The worlds are runtime, engine, serve, train, weights, sim, envs, observe, and the adapter modules workers, env_workers,
-processes, servers, tokenizer, watchdog, loading, checksum, garbage. They know what is below them and not each other;
-``build`` wires them.
+processes, leftovers, servers, tokenizer, watchdog, loading, checksum, garbage. They know what is below them and not
+each other; ``build`` wires them.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ HEIGHT = {
 WORLDS = 4
 SAME_LEVEL = {
     ("servers", "processes"): "a local server is a child process",
+    ("servers", "leftovers"): "SGLang tidies nothing up",
+    ("envs", "leftovers"): "nor does a forkserver whose parent is killed",
     ("loading", "envs.single_turn"): "a reward function is played in the environment for single turns",
     ("loading", "runtime.reward"): "the type of a reward function",
     ("loading", "runtime.rollout"): "the type of a rollout function",
@@ -116,7 +118,7 @@ def test_every_exception_to_the_layers_is_in_use() -> None:
 def test_every_top_level_name_has_its_place() -> None:
     worlds = {"runtime", "engine", "serve", "train", "weights", "sim", "envs", "observe"}
     worlds |= {"workers", "env_workers", "processes", "servers", "tokenizer", "watchdog", "loading", "checksum"}
-    worlds |= {"garbage", "tiny"}
+    worlds |= {"garbage", "leftovers", "tiny"}
     assert {name.partition(".")[0] for name in NAMES} == worlds | set(HEIGHT)
 
 

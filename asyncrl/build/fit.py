@@ -20,6 +20,7 @@ Every load is bounded by the engine's deadlines, and no load begins after the ti
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import shutil
@@ -309,7 +310,9 @@ async def fit(
     finally:
         for close in (*(engine.close for engine in engines), servers.stop):
             await close()
-    shutil.rmtree(logs)
+        with contextlib.suppress(OSError):
+            logs.rmdir()  # unless there is one in it: an error names it
+    shutil.rmtree(logs, ignore_errors=True)
     return profile
 
 

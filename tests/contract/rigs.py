@@ -10,12 +10,14 @@ ability (``@pytest.mark.needs("reference")``) is made for those engines only tha
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from abc import ABC, abstractmethod
@@ -27,6 +29,7 @@ import pytest
 from asyncrl.config import EngineConfig
 from asyncrl.core.cost_model import CostModel
 from asyncrl.engine.sglang import SGLangEngine
+from asyncrl.leftovers import Leftovers
 from asyncrl.ports import Engine
 from asyncrl.sim.engine import SimEngine
 
@@ -122,6 +125,7 @@ class HttpRig(Rig):
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
             "ASYNCRL_PARENT_PID": str(os.getpid()),
+            "TMPDIR": (folder := tempfile.mkdtemp()),
         }
         with log.open("wb") as output:
             self.process = subprocess.Popen(
@@ -131,6 +135,8 @@ class HttpRig(Rig):
                 env=environment,
                 start_new_session=True,
             )
+        self.leftovers = Leftovers()
+        self.leftovers.session(self.process.pid, folder)
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._ready():
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -152,11 +158,10 @@ class HttpRig(Rig):
 
     def kill(self) -> None:
         # The group: SGLang's scheduler and detokenizer are processes of their own.
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
         self.process.wait(10)
+        self.leftovers.close()
 
     def stop(self) -> None:
         self.process.terminate()

@@ -121,14 +121,18 @@ def test_workers_go_with_a_controller_that_is_killed(tmp_path: Path) -> None:
         "    print(*[p.pid for p in multiprocessing.active_children()], flush=True)\n    await asyncio.sleep(600)\n"
         "if __name__ == '__main__':\n    asyncio.run(main())\n"
     )
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as controller:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as controller:
         assert controller.stdout is not None
         workers = [int(pid) for pid in controller.stdout.readline().split()]
         assert workers
         os.kill(controller.pid, signal.SIGKILL)
     deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}").exists() for pid in workers):
-        assert time.monotonic() < deadline, "workers outlived their controller"
+    while any(Path(f"/proc/{pid}").exists() for pid in workers) or list(temporary.iterdir()):
+        assert time.monotonic() < deadline, "workers, or their files, outlived their controller"
         time.sleep(0.05)
 
 

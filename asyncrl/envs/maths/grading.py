@@ -12,6 +12,7 @@ import atexit
 import importlib.util
 import logging
 import multiprocessing
+import multiprocessing.util
 import os
 import re
 import resource
@@ -19,6 +20,7 @@ import threading
 from typing import Any
 
 from asyncrl.env import EnvDown
+from asyncrl.leftovers import Leftovers
 
 try:
     from pebble import ProcessExpired, ProcessPool
@@ -95,6 +97,10 @@ def _start() -> ProcessPool:
         if not _live or not _live[0].active:
             context: Any = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload([__name__, "math_verify"])  # so that a killed worker is replaced in a moment
+            if not _live:
+                leftovers = Leftovers()
+                leftovers.folder(multiprocessing.util.get_temp_dir())  # with a socket, if this process is killed
+                atexit.register(leftovers.close)
             workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
             _live[:] = [ProcessPool(workers, initializer=_begin, context=context)]
             atexit.register(_stop, _live[0])

@@ -1,0 +1,175 @@
+"""What a process leaves in shared memory and among temporary files is removed after it, however it ended.
+
+Who is killed tidies nothing up, and SGLang ends its own processes by SIGKILL even in order: each of its servers leaves
+sockets in the folder for temporary files, and in ``/dev/shm`` a semaphore, its load and, with tensor parallelism,
+message queues. So a small process outlives them and does it. It reads from a pipe what to look after, and ends when
+whoever writes there is gone:
+
+    folder PATH          is removed in the end
+    session PID PATH     when process PID and its session are gone, the folder PATH is removed, and what they had mapped
+                         of the files in /dev/shm that nobody else maps
+
+What a session maps is looked up soon after its start, then less and less often: it is made when a server starts.
+Folders in ``/dev/shm`` are others' (relays have theirs). Linux.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+FIRST_LOOK_S = 0.5
+MOST_S = 60.0
+"""Between two looks, each of which waits twice as long as the one before."""
+GONE_S = 10.0
+"""How long the rest of a session may take to end after its first process."""
+MEMORY = "/dev/shm"
+_FILE = re.compile(rb" (\d+) +/dev/shm/[^/\n]+$", re.MULTILINE)
+"""The inode: a semaphore is mapped before it has its name."""
+
+
+class Leftovers:
+    """The process that removes them, and the pipe to it. ``close`` it, or just end."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def folder(self, path: Path | str) -> None:
+        self._tell(f"folder {path}")
+
+    def session(self, pid: int, folder: Path | str) -> None:
+        """``pid`` leads it."""
+        self._tell(f"session {pid} {folder}")
+
+    def close(self) -> None:
+        """What is left of processes that have ended is removed before this returns."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait()
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # somebody killed it: what is left then stays
+            self._process.stdin.write(os.fsencode(line) + b"\n")
+            self._process.stdin.flush()
+
+
+class _Session:
+    def __init__(self, pid: int, folder: str) -> None:
+        self.pid = pid
+        self.folder = folder
+        self.shared: dict[str, int] = {}
+        """Files in shared memory, and the inode of each."""
+        self.wait_s = FIRST_LOOK_S
+        self.look()
+
+    def look(self) -> None:
+        self.next_look = time.monotonic() + self.wait_s
+        self.wait_s = min(MOST_S, 2 * self.wait_s)
+        inodes = set[int]().union(*map(_mapped, self._members()))
+        with os.scandir(MEMORY) as files:
+            self.shared |= {file.path: file.inode() for file in files if file.inode() in inodes}
+
+    def remove(self) -> None:
+        """After its first process. Waits for the others."""
+        deadline = time.monotonic() + GONE_S
+        while any(self._members()) and time.monotonic() < deadline:
+            self.look()
+            time.sleep(0.02)
+        others = set[int]().union(*map(_mapped, _processes())) if self.shared else ()
+        for path, inode in self.shared.items():
+            with contextlib.suppress(OSError):
+                if inode not in others and os.stat(path).st_ino == inode:
+                    os.unlink(path)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _members(self) -> Iterator[Path]:
+        for process in _processes():
+            with contextlib.suppress(OSError):
+                state, _, _, session = (process / "stat").read_bytes().rpartition(b") ")[2].split()[:4]
+                if int(session) == self.pid and state not in b"ZX":
+                    yield process
+
+
+def _processes() -> Iterator[Path]:
+    return (entry for entry in Path("/proc").iterdir() if entry.name.isdecimal())
+
+
+def _mapped(process: Path) -> set[int]:
+    """Inodes of files, not of those in folders, of shared memory."""
+    try:
+        return {int(inode) for inode in _FILE.findall((process / "maps").read_bytes())}
+    except OSError:  # it has ended, or is somebody else's
+        return set()
+
+
+class _Keeper:
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._folders: list[str] = []
+        self._sessions: dict[int, _Session] = {}
+        """By a file descriptor that can be read when its first process has ended."""
+
+    def run(self) -> None:
+        self._selector.register(0, selectors.EVENT_READ)
+        data, told = b"", True
+        while told or self._sessions:
+            for key, _ in self._selector.select(self._until_look()):
+                if key.fd == 0:
+                    part = os.read(0, 65536)
+                    *lines, data = (data + part).split(b"\n")
+                    for line in lines:
+                        self._obey(os.fsdecode(line))
+                    if not part:
+                        self._selector.unregister(0)
+                        told = False
+                else:
+                    self._selector.unregister(key.fd)
+                    os.close(key.fd)
+                    self._sessions.pop(key.fd).remove()
+            for session in self._sessions.values():
+                if session.next_look <= time.monotonic():
+                    session.look()
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _until_look(self) -> float | None:
+        looks = [session.next_look for session in self._sessions.values()]
+        return max(0.0, min(looks) - time.monotonic()) if looks else None
+
+    def _obey(self, line: str) -> None:
+        kind, _, rest = line.partition(" ")
+        if kind == "folder":
+            self._folders.append(rest)
+            return
+        pid, _, folder = rest.partition(" ")
+        session = _Session(int(pid), folder)
+        try:
+            end = os.pidfd_open(session.pid)
+        except ProcessLookupError:
+            session.remove()
+        else:
+            self._selector.register(end, selectors.EVENT_READ)
+            self._sessions[end] = session
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    _Keeper().run()
