@@ -110,10 +110,10 @@ class Coordinator:
         """The server failed or drains: what it was told has no effect any more. Its next snapshot is taken as it is."""
         self._expected.pop(instance, None)
 
-    def rests(self, group: int) -> None:
-        """No trajectory of the group is under way: it has ended, or what failed of it begins anew later."""
+    def rests(self, group: int, playing: int = 0) -> None:
+        """So many trajectories of the group are under way, as one has ended, or has failed and begins anew later."""
         if self._books is not None:
-            self._books.left(group)
+            self._books.left(group, playing)
 
     def has_begun(self, instance: str) -> bool:
         """Whether trajectories are under way that only this server is to go on with."""
@@ -139,7 +139,7 @@ class Coordinator:
             queue.add(load.requests.values())
             load.pull(snapshot.newest)
         if self._books is not None:
-            self._rebalance(loads, snapshot.newest, commands, self._books)
+            self._rebalance(loads, snapshot.newest, commands, self._books, room)
         elif not self.unfinished:
             self._move(loads, queue, commands, 1.0 / snapshot.mean_new_tokens)
         routed = 0
@@ -208,13 +208,20 @@ class Coordinator:
                 commands.interrupt(source, [request])
                 commands.route(request, target)
 
-    def _rebalance(self, loads: list[Load], newest: int, commands: _Commands, books: Batches | Versions) -> None:
+    def _rebalance(
+        self,
+        loads: list[Load],
+        newest: int,
+        commands: _Commands,
+        books: Batches | Versions,
+        room: Callable[[int], int],
+    ) -> None:
         """Laminar §5.1, DORA §4.3: now and then, and at each new version."""
         due = self.look or newest != self._looked_at
         self.look, self._looked_at = False, newest
         if not self._rebalances:
             return
-        for source, destination, requests in books.moves(loads, newest, self._limits, due=due):
+        for source, destination, requests in books.moves(loads, newest, self._limits, room if due else None):
             commands.interrupt(source, requests)
             for request in requests:
                 commands.route(request, destination)

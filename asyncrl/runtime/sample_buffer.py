@@ -130,7 +130,7 @@ class SampleBuffer:
         """Called when the control may admit what it did not before."""
         self.on_batch: Callable[[Sequence[Group]], None] = lambda groups: None
         """Called with each batch when it is complete."""
-        self.on_rest: Callable[[int], None] = lambda group_id: None  # no member of the group is played any more
+        self.on_rest: Callable[[int, int], None] = lambda group_id, playing: None  # a member of the group has ended
         self._restore(saved)
 
     @property
@@ -380,8 +380,8 @@ class SampleBuffer:
                 lease.on_revoke()
 
     def _rest(self, group: OpenGroup) -> None:
-        if not any(s.lease is not None and s.lease.stage is not None and s.trajectory is None for s in group.slots):
-            self.on_rest(group.id)
+        played = (s.lease is not None and s.lease.stage is not None and s.trajectory is None for s in group.slots)
+        self.on_rest(group.id, sum(played))
 
     # --- batches
 

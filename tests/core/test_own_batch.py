@@ -154,22 +154,27 @@ def test_a_tail_whose_use_has_risen_since_the_last_look_is_packed_and_a_batch_th
     c = laminar(migration="repack")
     c.plan(fleet([server("a"), server("b")], new(1, 2, 3, 4)), anything)
 
-    def look(a: InstanceSnapshot, b: InstanceSnapshot, newest: int = 0) -> list[Command]:
+    def look(a: InstanceSnapshot, b: InstanceSnapshot, *waiting: int) -> list[Command]:
         c.look = True
-        return c.plan(fleet([a, b], newest=newest), anything)
+        return c.plan(fleet([a, b], new(*waiting)), anything)
 
     many = [begun(g, m, 0, tokens=3000) for g in (2, 4) for m in (0, 1)]
     full = shown("b", 0, *many, routed=4)
-    assert look(shown("a", 0, *(begun(g, m, 0, tokens=3000) for g in (1, 3) for m in (0, 1)), routed=4), full) == []
+    assert look(shown("a", 0, *(begun(g, m, 0, tokens=3000) for g in (1, 3) for m in (0, 1)), routed=4), full, 5) == []
+    c.rests(1, 1)
+    c.rests(3)
     fell = shown("a", 0, begun(1, 0, 0, tokens=4000), routed=4)
     risen = shown("a", 0, begun(1, 0, 0, tokens=4500), routed=4)
     waits = server("b", 0, many, routed=4, waiting=1)
-    assert look(fell, waits) == []
+    assert look(fell, waits, 5) == []
+    c.rests(2, 1)
+    c.rests(4)
     tail = shown("b", 0, begun(2, 0, 0, tokens=5000), routed=4)
-    assert look(risen, tail) == [Interrupt(instance="a", requests=(10,)), Route(instance="b", requests=(10,))]
+    assert look(risen, tail, 5) == [Interrupt(instance="a", requests=(10,)), Route(instance="b", requests=(10,))]
     c.plan(fleet([shown("a", 0, routed=4, interrupted=1), tail], new(5)), anything)
     begins = shown("a", 0, begun(5, 0, 0), begun(5, 1, 0), routed=6, interrupted=1)
-    assert look(begins, shown("b", 0, begun(1, 0, 0, tokens=4500), begun(2, 0, 0, tokens=5000), routed=5)) == []
+    tails = shown("b", 0, begun(1, 0, 0, tokens=4500), begun(2, 0, 0, tokens=5000), routed=5)
+    assert look(begins, tails, 6, 7) == [Route(instance="a", requests=(60, 61))]
 
 
 def test_a_repack_gives_all_that_a_server_has_to_another_and_frees_it() -> None:
@@ -181,17 +186,43 @@ def test_a_repack_gives_all_that_a_server_has_to_another_and_frees_it() -> None:
         shown("b", 0, *(begun(g, m, 0, tokens=9000) for g in (2, 4) for m in (0, 1)), routed=4),
     ]
     c.look = True
-    assert c.plan(fleet(full), anything) == [], "the first look compares with nothing"
+    assert c.plan(fleet(full, new(5)), anything) == [], "the first look compares with nothing"
+    for group in (1, 2, 3, 4):
+        c.rests(group, 1)
     tail = [
         shown("a", 0, begun(1, 0, 0, tokens=9000), routed=4),
-        shown("b", 0, begun(2, 0, 0, tokens=9500), begun(4, 0, 0), routed=4),
+        shown("b", 0, begun(2, 0, 0, tokens=9500), begun(4, 0, 0, tokens=9500), routed=4),
     ]
-    assert c.plan(fleet(tail), anything) == [], "not its time"
-    plan = c.plan(fleet(tail, newest=1), anything)
-    assert plan == [Interrupt(instance="a", requests=(10,)), Route(instance="b", requests=(10,))], "a new version"
+    assert c.plan(fleet(tail, new(5)), anything) == [], "not its time"
+    assert c.plan(fleet(tail, newest=1), anything) == [], "nothing would begin on it"
+    c.look = True
+    assert c.plan(fleet(tail, new(5), newest=1), nothing) == [], "nothing may begin on it"
+    c.look = True
+    plan = c.plan(fleet(tail, new(5), newest=1), anything)
+    assert plan == [Interrupt(instance="a", requests=(10,)), Route(instance="b", requests=(10,))]
     freed = shown("a", 0, routed=4, interrupted=1)
     moved = shown("b", 0, begun(1, 0, 0), begun(2, 0, 0), begun(4, 0, 0), routed=5)
     assert c.plan(fleet([freed, moved], [begun(3, 1, 0)], newest=1), anything) == [
         Pull(instance="a"),
         Route(instance="b", requests=(31,)),
     ], "a trajectory that was with its environment has moved too"
+
+
+def test_trajectories_that_are_with_their_environments_keep_their_place() -> None:
+    """By what runs, each server would look all but empty."""
+    c = laminar(slots=16, migration="repack")
+    c.plan(fleet([server("a"), server("b")], new(*range(1, 9))), anything)
+    one, other = ([begun(g, m, 0, tokens=9000) for g in range(i, 9, 2) for m in (0, 1)] for i in (1, 2))
+    c.look = True
+    c.plan(fleet([shown("a", 0, *one, routed=8), shown("b", 0, *other, routed=8)], new(9)), anything)
+    for group in range(1, 7):
+        c.rests(group, 1)
+    think = [shown("a", 0, *one[:1], routed=8), shown("b", 0, *other[:1], routed=8)]
+    c.look = True
+    assert c.plan(fleet(think, new(9)), anything) == [], "together they have ten, more than eight"
+    for group in range(1, 5):
+        c.rests(group)
+    c.look = True
+    plan = c.plan(fleet([shown("a", 0, routed=8), shown("b", 0, routed=8)], new(9)), anything)
+    assert plan == [], "all that a had is b's, though no request shows it"
+    assert not c.has_begun("a") and c.has_begun("b")

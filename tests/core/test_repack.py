@@ -56,7 +56,7 @@ def test_it_is_algorithm_1_but_for_what_the_text_says_and_for_what_would_be_left
 ) -> None:
     loads = [load(i, used, requests, peak) for i, (used, requests, peak) in enumerate(drawn)]
     loads = [r for r in loads if r.running and r.kv_tokens != r.kv_peak]
-    moves = [(s.index, d.index) for s, d in repack(loads, c_max / CAPACITY, b)]
+    moves = [(s.index, d.index) for s, d in repack(loads, c_max / CAPACITY, b, 99)]
     model = printed(loads, c_max / CAPACITY * CAPACITY, b)
     if {s for s, _ in model}.isdisjoint(d for _, d in model):
         assert moves == model
@@ -70,7 +70,7 @@ def test_what_is_packed_fits_and_no_released_server_gets_anything(
 ) -> None:
     loads = [load(i, used, requests, peak) for i, (used, requests, peak) in enumerate(drawn)]
     candidates = [r for r in loads if ramps_down(r, c_max / CAPACITY, b)]
-    moves = best_fit(candidates, c_max / CAPACITY, b)
+    moves = best_fit(candidates, c_max / CAPACITY, b, 99)
     sources = [s.index for s, _ in moves]
     assert len(set(sources)) == len(sources)
     assert set(sources).isdisjoint(d.index for _, d in moves)
@@ -84,8 +84,8 @@ def test_what_a_server_was_given_goes_on_with_it() -> None:
     """Line 11 chooses the fullest that fits: for the first that is the second, as the third has too many requests."""
     loads = [load(0, 10, 6), load(1, 20, 1), load(2, 30, 3)]
     assert printed(loads, 99, 8) == [(0, 1), (1, 2)], "the first server's six requests are left on the second"
-    assert [(s.index, d.index) for s, d in best_fit(loads, 0.99, 8)] == [(0, 1)]
-    assert [(s.index, d.index) for s, d in best_fit(loads, 0.99, 10)] == [(0, 2), (1, 2)]
+    assert [(s.index, d.index) for s, d in best_fit(loads, 0.99, 8, 99)] == [(0, 1)]
+    assert [(s.index, d.index) for s, d in best_fit(loads, 0.99, 10, 99)] == [(0, 2), (1, 2)]
 
 
 def test_only_servers_of_one_version_that_ramp_down_are_packed() -> None:
@@ -103,12 +103,28 @@ def test_only_servers_of_one_version_that_ramp_down_are_packed() -> None:
         load(10, 20, 1, version=1),
     ]
     loads[6].waiting = 1
-    moves = repack(loads, 0.99, 8)
+    moves = repack(loads, 0.99, 8, 99)
     assert [(s.index, d.index) for s, d in moves] == [(0, 9), (1, 10)]
 
 
-def test_a_server_whose_trajectories_are_with_their_environments_is_packed() -> None:
-    loads = [load(0, 0, 0, peak=0), load(1, 20, 1)]
-    loads[0].groups = 3
-    moves = repack(loads, 0.99, 64)
-    assert [(s.index, d.index) for s, d in moves] == [(0, 1)]
+def test_a_server_whose_trajectories_are_with_their_environments_is_as_full_as_if_they_ran() -> None:
+    def packed(acting: int, tokens: int) -> list[tuple[int, int]]:
+        loads = [load(0, 0, 0), load(1, 20, 1)]
+        loads[0].groups, loads[0].acting, loads[0].acting_tokens = 1, acting, tokens
+        return [(s.index, d.index) for s, d in repack(loads, 0.99, 8, 99)]
+
+    assert packed(3, 15) == [(0, 1)]
+    assert packed(3, 25) == [(1, 0)], "the one that holds less"
+    assert packed(3, 80) == [], "too many tokens for one"
+    assert packed(7, 15) == [(0, 1)] and packed(8, 15) == [], "too many sequences"
+
+
+def test_so_many_servers_are_released_of_the_oldest_version_first_and_all_that_drain() -> None:
+    loads = [load(0, 10, 1, version=1), load(1, 11, 1, version=1), load(2, 12, 1), load(3, 13, 1), load(4, 14, 1)]
+
+    def released(most: int) -> list[int]:
+        return [s.index for s, _ in repack(loads, 0.99, 64, most)]
+
+    assert [released(n) for n in (0, 1, 2, 3, 4)] == [[], [2], [2, 3], [2, 3, 0], [2, 3, 0]]
+    loads[3].draining = True
+    assert [released(n) for n in (0, 1)] == [[3], [2, 3]]

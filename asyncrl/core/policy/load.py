@@ -42,14 +42,27 @@ class Load:
         self.promised = promised
         self.cold = False
         """It pulls first, so it holds no prefixes."""
+        self.acting = self.acting_tokens = 0
+        """Trajectories of its batch that are with their environments, and the tokens that they will come back with, as
+        a repack sees them (core/policy/own_batch.py)."""
         self.kv_peak = -1
-        """The largest ``kv_tokens`` of its batch at earlier looks for a repack; -1 at the first."""
+        """The most that its batch ``held`` at earlier looks for a repack; -1 at the first."""
         self.groups = 0
         """Unfinished groups of its own batch, where servers have one (core/policy/own_batch.py)."""
         self.needed = False
         """Only its version may go on with something, and no other server has it or stays with it."""
         self.leaving = False
         """It gives up its version once it is empty (core/policy/streaming.py)."""
+
+    @property
+    def sequences(self) -> int:
+        """Trajectories that it has, those that are with their environments among them."""
+        return self.running + self.acting
+
+    @property
+    def held(self) -> int:
+        """Tokens of these, but for those that wait inside the server."""
+        return self.kv_tokens + self.acting_tokens
 
     def take(self, request: RequestView) -> None:
         self.running += request.slots

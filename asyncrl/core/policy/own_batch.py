@@ -3,7 +3,7 @@
 A server that has nothing takes the newest weights and begins a batch: as many groups as are its share of the
 environment slots. Whatever their trajectories ask for then goes to that server, turn by turn, until they have ended;
 meanwhile it neither pulls nor, once its batch is complete or newer weights are there, begins anything. A repack
-(core/policy/repack.py) gives all that a server has to another one of its version.
+(core/policy/repack.py) gives all that a server has to another one of its version, if something waits to begin on it.
 
 **One version a trajectory.** A request whose trajectory has tokens goes only to a server of their version, and a server
 changes its version only when nothing that it has begun is unfinished. What a failed server has begun goes on where
@@ -17,7 +17,8 @@ is safe, as a group's requests can go nowhere else.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from asyncrl.core.policy.load import Admission, Load, Move
 from asyncrl.core.policy.migration import Limits
@@ -39,9 +40,15 @@ class Batches:
         """Groups that the server's batch began with so far."""
         self._version: dict[str, int] = {}
         """What the server had, or was about to have, when it was last seen up."""
+        self._playing: dict[int, int] = {}
+        """Unfinished group → its trajectories that are under way."""
+        self._context: dict[int, int] = {}
+        """Unfinished group → tokens of its last turn that was seen."""
+        self._initial: Iterable[RequestView] = ()
+        """Requests of groups that wait to begin."""
         self._failed: set[str] = set()
         self._kv_peak: dict[str, int] = {}
-        """The most that the server's batch used of its KV cache at any look so far."""
+        """The most that the server's batch held at any look so far."""
 
     def size(self, servers: int) -> int:
         """Groups of a batch, of so many servers."""
@@ -63,6 +70,7 @@ class Batches:
         """What the servers are like at the start of a plan, and the requests that wait."""
         for load in loads:
             self._see(load)
+        self._initial = levels.get(None, ())
         up = {load.name: load for load in loads if load.promised >= 0}
         needed = set()
         for version, level in levels.items():
@@ -81,9 +89,8 @@ class Batches:
             return
         groups = self._groups.setdefault(name, {})
         if name in self._failed and self._version.get(name) != load.promised:
-            for group in groups:
-                del self._owner[group]
-            groups.clear()
+            for group in tuple(groups):
+                self.left(group)
         self._failed.discard(name)
         self._version[name] = load.promised
         if load.up and not load.running and not groups:
@@ -93,8 +100,10 @@ class Batches:
 
     def take(self, group: int, load: Load, *, begins: bool) -> None:
         """The group is the server's from now on; ``begins``: its batch's."""
-        self.left(group)
+        if (owner := self._owner.get(group)) is not None:
+            del self._groups[owner][group]
         self._owner[group] = load.name
+        self._playing.setdefault(group, self._members)
         self._groups.setdefault(load.name, {})[group] = None
         self._version[load.name] = load.promised
         load.groups += 1
@@ -104,15 +113,17 @@ class Batches:
     def router(self, newest: int, loads: Sequence[Load], admission: Admission) -> OwnBatch:
         return OwnBatch(self, newest, loads, admission)
 
-    def moves(self, loads: Sequence[Load], newest: int, limits: Limits, *, due: bool) -> Iterator[Move]:
-        """Repack (core/policy/repack.py), if it is time to look: all that one server has belongs to another. Carried
-        out in the loads."""
-        if not due:
+    def moves(
+        self, loads: Sequence[Load], newest: int, limits: Limits, room: Callable[[int], int] | None
+    ) -> Iterator[Move]:
+        """Repack (core/policy/repack.py), if with ``room`` it is time to look: all that one server has belongs to
+        another. Carried out in the loads."""
+        if room is None:
             return
         for load in loads:
-            load.kv_peak = self._kv_peak.get(load.name, -1)
-            self._kv_peak[load.name] = max(load.kv_peak, load.kv_tokens)
-        for source, destination in repack(loads, limits.kv_threshold, limits.roofline_batch):
+            self._look(load)
+        most = self._wanted(loads, newest, room(newest))
+        for source, destination in repack(loads, limits.kv_threshold, limits.roofline_batch, most):
             self._kv_peak[destination.name] += self._kv_peak.pop(source.name)  # it still ramps down
             for group in self.groups(source.name):
                 self.take(group, destination, begins=False)
@@ -121,10 +132,42 @@ class Batches:
             move.carry_out()
             yield move
 
-    def left(self, group: int) -> None:
-        """No trajectory of the group is under way."""
-        if (name := self._owner.pop(group, None)) is not None:
-            del self._groups[name][group]
+    def _wanted(self, loads: Sequence[Load], newest: int, room: int) -> int:
+        """Servers more that the groups which may begin would fill."""
+        stay = [load for load in loads if load.promised >= 0 and not load.draining]
+        size = self.size(max(1, len(stay)))
+        waiting = min(room, len({request.group for request in self._initial if request.group >= 0}))
+        open_ = sum(max(0, size - self.begun(load.name)) for load in stay if load.promised == newest)
+        return math.ceil(max(0, waiting - open_) / size)
+
+    def _look(self, load: Load) -> None:
+        """What the server has, and will have again when environments have answered: each trajectory that is with its
+        own is taken to be as long as the last of its group that was seen."""
+        running: Counter[int] = Counter()
+        for request in load.requests.values():
+            running[request.group] += request.slots
+            self.seen(request)
+        for group in self._groups.get(load.name, ()):
+            acting = max(0, self._playing[group] - running[group])
+            load.acting += acting
+            load.acting_tokens += acting * self._context.get(group, 0)
+        load.kv_peak = self._kv_peak.get(load.name, -1)
+        self._kv_peak[load.name] = max(load.kv_peak, load.held)
+
+    def seen(self, request: RequestView) -> None:
+        """A turn of an unfinished group."""
+        if request.group in self._owner:
+            self._context[request.group] = request.tokens
+
+    def left(self, group: int, playing: int = 0) -> None:
+        """So many trajectories of the group are under way."""
+        if group not in self._owner:
+            return
+        if playing:
+            self._playing[group] = playing
+            return
+        del self._groups[self._owner.pop(group)][group], self._playing[group]
+        self._context.pop(group, None)
 
 
 class OwnBatch:
@@ -171,11 +214,13 @@ class OwnBatch:
     def placed(self, request: RequestView, load: Load) -> None:
         batches, owner = self._batches, self._batches.owner(request.group)
         begins = request.v_traj is None
-        if request.group < 0 or owner == load.name or (owner in self._loads and not begins):
+        if request.group < 0:
             return  # an evaluation of all servers has no groups
-        batches.take(request.group, load, begins=begins)
-        if begins and batches.begun(load.name) >= self._size:
-            self._open = [other for other in self._open if other is not load]
+        if owner != load.name and (begins or owner not in self._loads):
+            batches.take(request.group, load, begins=begins)
+            if begins and batches.begun(load.name) >= self._size:
+                self._open = [other for other in self._open if other is not load]
+        batches.seen(request)
 
     def pull(self, request: RequestView, chosen: Load | None) -> Load | None:
         return None

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 
 from asyncrl.core.policy.load import Admission, Load, Move
@@ -87,9 +87,9 @@ class Versions:
             for load in group:
                 load.leaving = load.name in self._leaving
 
-    def left(self, group: int) -> None:
-        """No trajectory of the group is under way."""
-        for version in self._generate.pop(group, ()):
+    def left(self, group: int, playing: int = 0) -> None:
+        """So many trajectories of the group are under way."""
+        for version in () if playing else self._generate.pop(group, ()):
             self._groups[version] -= 1
 
     def has_begun(self, name: str) -> bool:
@@ -109,8 +109,10 @@ class Versions:
     def router(self, newest: int, loads: Sequence[Load], admission: Admission) -> NewestFirst:
         return NewestFirst(self, newest, loads, admission)
 
-    def moves(self, loads: Sequence[Load], newest: int, limits: Limits, *, due: bool) -> Iterator[Move]:
-        """Carried out in the loads. ``due``: it is time for a cycle of repartition."""
+    def moves(
+        self, loads: Sequence[Load], newest: int, limits: Limits, room: Callable[[int], int] | None
+    ) -> Iterator[Move]:
+        """Carried out in the loads. With ``room`` it is time for a cycle of repartition."""
         ours: dict[int, list[Load]] = {}
         for load in loads:
             if load.up and not (load.pinned or load.cold or load.leaving):
@@ -120,16 +122,16 @@ class Versions:
             for version, servers in ours.items()
         }
         yield from chain.from_iterable(relieved.values())
-        if due:
+        if room is not None:
             calm = {version: servers for version, servers in ours.items() if not relieved[version]}
-            yield from self._repartition(loads, calm, newest, limits.kv_threshold)
+            yield from self._repartition(loads, calm, newest, limits.kv_threshold, room(newest))
 
     def _repartition(
-        self, loads: Sequence[Load], ours: Mapping[int, list[Load]], newest: int, kv_threshold: float
+        self, loads: Sequence[Load], ours: Mapping[int, list[Load]], newest: int, kv_threshold: float, room: int
     ) -> Iterator[Move]:
         held = Counter(load.promised for load in loads if load.promised >= 0 and not load.leaving)
         work = {version: max(self._work[version], self._groups[version], 1) for version in held}
-        work[newest] = max(1, self._work[newest] + (self._initial if self._control.room(newest) else 0))
+        work[newest] = max(1, self._work[newest] + (self._initial if room else 0))
         servers = sum(load.promised >= 0 and not load.draining for load in loads)
         total = sum(work.values())
         for version in sorted(ours.keys() - {newest}):
