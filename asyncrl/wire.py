@@ -382,11 +382,17 @@ class Door(msgspec.Struct, kw_only=True, frozen=True):
 
 class FetchReply(msgspec.Struct, kw_only=True, frozen=True):
     """Before the bytes. Without a ``manifest`` the version is not there, nor on its way, and none follow. ``spans`` are
-    the parts of the file (start, end) that this one has, where it does not have all: only they follow, and the
-    checksums are what they add to those of the whole. With a ``door`` the bytes are read through it, and what follows
-    says how many are there (weights/nixl.py). ``error`` is why it cannot give by the link asked for."""
+    the parts of the file (start, end) that this one has, where it does not have all: only they follow. With a ``door``
+    the bytes are read through it, and what follows says how many are there (weights/nixl.py). ``error`` is why it
+    cannot give by the link asked for. The manifest is without checksums: nothing waits for them (``FetchEnd``)."""
 
     manifest: Manifest | None = None
     spans: tuple[tuple[int, int], ...] = ()
     door: Door | None = None
     error: str = ""
+
+
+class FetchEnd(msgspec.Struct, kw_only=True, frozen=True):
+    """After the bytes: the tensors' checksums, or what the parts that this one gave add to them."""
+
+    checksums: dict[str, int]

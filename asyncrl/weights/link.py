@@ -3,7 +3,7 @@ Where several have parts of it, one connection to each.
 
     taker → giver    length, FetchReq
     giver → taker    length, FetchReply, then the bytes of the file (or of the giver's parts of it) from the offset that
-                     was asked for to its end
+                     was asked for to its end, then length, FetchEnd: checksums, made while the bytes travel
 
 The giver sends what it has and goes on as more comes in, so a chain of them is a pipeline. The taker names its own
 offset: after a broken connection it goes on where it was, with whoever gives to it then. A slow taker holds back
@@ -15,14 +15,14 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
 
 from asyncrl.core.manifest import Manifest
-from asyncrl.wire import Door, FetchReply, FetchReq
+from asyncrl.wire import Door, FetchEnd, FetchReply, FetchReq
 
 T = TypeVar("T")
 
@@ -112,7 +112,7 @@ class Source:
         for reply in replies:
             if reply.error:
                 raise LinkMissing(reply.error)
-        self.manifest = _joined([reply.manifest for reply in replies])
+        self.manifest = _common([reply.manifest for reply in replies])
         for sock, reply in zip(self._sockets, replies, strict=True):
             self._givers.append(TcpGiver(sock) if reply.door is None else await _reader(sock, reply.door))
         spans = [
@@ -131,6 +131,13 @@ class Source:
         _, end, giver = self._spans[0]
         return await giver.receive_into(start, view[: end - start])
 
+    async def checksums(self) -> dict[str, int]:
+        """Of the tensors, once all bytes were received. Raises ``LinkBroken`` or ``OSError``."""
+        total: Counter[str] = Counter()
+        for sock in self._sockets:
+            total.update((await receive(sock, FetchEnd)).checksums)
+        return {name: value % 2**64 for name, value in total.items()}
+
 
 async def _reader(sock: socket.socket, door: Door) -> Giver:
     from asyncrl.weights.nixl import Reader  # imports this module
@@ -138,17 +145,13 @@ async def _reader(sock: socket.socket, door: Door) -> Giver:
     return await asyncio.to_thread(Reader, sock, door)
 
 
-def _joined(parts: Sequence[Manifest | None]) -> Manifest | None:
+def _common(manifests: Sequence[Manifest | None]) -> Manifest | None:
     """Raises ``LinkBroken``."""
-    whole, *others = parts
-    for part in others:
-        if whole is None or part is None:
-            return None
-        if (part.version, part.tensors) != (whole.version, whole.tensors):
-            raise LinkBroken("its sources have different weights")
-        sums = {name: (total + part.checksums.get(name, 0)) % 2**64 for name, total in whole.checksums.items()}
-        whole = msgspec.structs.replace(whole, checksums=sums)
-    return whole
+    if None in manifests:
+        return None
+    if any(manifest != manifests[0] for manifest in manifests):
+        raise LinkBroken("its sources have different weights")
+    return manifests[0]
 
 
 async def receive(sock: socket.socket, kind: type[T]) -> T:

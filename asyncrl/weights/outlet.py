@@ -12,6 +12,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 
 import msgspec
@@ -22,7 +23,7 @@ from asyncrl.core.manifest import Manifest
 from asyncrl.core.weight_file import WeightFile, lay_out
 from asyncrl.weights import nixl
 from asyncrl.weights.link import STRANGER, LinkBroken, LinkMissing, decode, frame, length
-from asyncrl.wire import FetchReply, FetchReq
+from asyncrl.wire import FetchEnd, FetchReply, FetchReq
 
 
 class Outlet:
@@ -43,6 +44,8 @@ class Outlet:
         self._lock = threading.Condition()
         # What follows is touched under the lock.
         self._offered: Manifest | None = None
+        self._sums: Future[dict[str, int]] | None = None
+        """The checksums of what is offered, from when a relay first asked for it."""
         self._takers: set[socket.socket] = set()
         threading.Thread(target=self._listen, name="outlet", daemon=True).start()
 
@@ -57,6 +60,8 @@ class Outlet:
                     taker.shutdown(socket.SHUT_RDWR)
             self._lock.wait_for(lambda: not self._takers)
         if layout.size != self._layout.size:
+            if self._sums is not None:  # still reads what would end
+                self._sums.result()
             os.ftruncate(self._file, layout.size)
             self._memory = mmap.mmap(self._file, layout.size)
         self._layout = layout
@@ -65,9 +70,11 @@ class Outlet:
         return layout, self._memory
 
     def offer(self, manifest: Manifest) -> None:
-        """Its tensors are in the memory. Their checksums are made when the first relay asks, off the trainer's way."""
+        """Its tensors are in the memory. Their checksums are made while the first relay takes it, off the trainer's
+        way."""
         with self._lock:
             self._offered = msgspec.structs.replace(manifest, checksums={})
+            self._sums = None
 
     def close(self) -> None:
         """Offer nothing more; the thread that listens ends."""
@@ -88,49 +95,48 @@ class Outlet:
             if not matches(request.token, self._token):
                 raise LinkBroken(STRANGER)
             with self._lock:
-                if self._offered is None or self._offered.version != request.version:
+                offered = self._offered
+                if offered is None or offered.version != request.version:
                     taker.sendall(frame(FetchReply()))
                     return
                 self._takers.add(taker)
+                if self._sums is None:
+                    self._sums = _sums_to_come(self._layout, self._parts, memoryview(self._memory))
+                sums = self._sums
             try:
                 if request.link == "nixl":
-                    self._give_by_nixl(taker)
+                    self._give_by_nixl(taker, offered, sums)
                     return
-                taker.sendall(frame(FetchReply(manifest=self._summed(), spans=self._spans)))
-                for start, end in self._spans or ((0, self._layout.size),):
+                taker.sendall(frame(FetchReply(manifest=offered, spans=self._spans)))
+                for start, end in self._parts:
                     offset = max(start, request.offset)
                     while offset < end:
                         offset += os.sendfile(taker.fileno(), self._file, offset, end - offset)
+                taker.sendall(frame(FetchEnd(checksums=sums.result())))
             finally:
                 with self._lock:
                     self._takers.discard(taker)
                     self._lock.notify_all()
 
-    def _give_by_nixl(self, taker: socket.socket) -> None:
+    def _give_by_nixl(self, taker: socket.socket, offered: Manifest, sums: Future[dict[str, int]]) -> None:
         nixl.stay_local(self._listener.getsockname()[0])
         try:
-            shown = nixl.Shown(self._memory, self._spans or ((0, self._layout.size),))
+            shown = nixl.Shown(self._memory, self._parts)
         except LinkMissing as error:
             taker.sendall(frame(FetchReply(error=str(error))))
             return
         try:
-            taker.sendall(frame(FetchReply(manifest=self._summed(), spans=self._spans, door=shown.door)))
+            taker.sendall(frame(FetchReply(manifest=offered, spans=self._spans, door=shown.door)))
             taker.sendall(self._layout.size.to_bytes(8, "little"))
+            taker.sendall(frame(FetchEnd(checksums=sums.result())))
             taker.recv(1)  # it closes the connection when it reads no more
         finally:
             shown.close()
 
-    def _summed(self) -> Manifest:
-        """What is offered, with its checksums. Only while a taker is registered, for which ``begin`` waits."""
-        offered = self._offered
-        assert offered is not None
-        if not offered.checksums:
-            sums = _sums(self._layout, self._spans or ((0, self._layout.size),), memoryview(self._memory))
-            offered = msgspec.structs.replace(offered, checksums=sums)
-            with self._lock:
-                if self._offered is not None:
-                    self._offered = offered
-        return offered
+    @property
+    def _parts(self) -> Sequence[tuple[int, int]]:
+        """What is offered of the file."""
+        return self._spans or ((0, self._layout.size),)
 
 
 def _sums(layout: WeightFile, spans: Sequence[tuple[int, int]], data: memoryview) -> dict[str, int]:
@@ -145,6 +151,20 @@ def _sums(layout: WeightFile, spans: Sequence[tuple[int, int]], data: memoryview
                 break
             pending.popleft()
     return {name: total % 2**64 for name, total in sums.items()}
+
+
+def _sums_to_come(layout: WeightFile, spans: Sequence[tuple[int, int]], data: memoryview) -> Future[dict[str, int]]:
+    """The same, made in a thread of its own, which does not outlive the process."""
+    sums: Future[dict[str, int]] = Future()
+
+    def run() -> None:
+        try:
+            sums.set_result(_sums(layout, spans, data))
+        except Exception as error:
+            sums.set_exception(error)
+
+    threading.Thread(target=run, name="outlet", daemon=True).start()
+    return sums
 
 
 def _exactly(sock: socket.socket, size: int) -> bytes:

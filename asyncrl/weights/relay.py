@@ -23,7 +23,7 @@ from asyncrl.access import guard, matches
 from asyncrl.weights import nixl
 from asyncrl.weights.link import STRANGER, LinkBroken, LinkMissing, Source, connect, frame, receive
 from asyncrl.weights.store import Corrupt, Incoming, NoRoom, Store
-from asyncrl.wire import FetchReply, FetchReq, RelayOrders, RelayState
+from asyncrl.wire import FetchEnd, FetchReply, FetchReq, RelayOrders, RelayState
 
 log = logging.getLogger("asyncrl.relay")
 
@@ -222,7 +222,8 @@ class Relay:
                 self._drop_incoming()
                 raise LinkBroken("it has other weights of the same version; taken from the beginning")
             await self._receive(source, self._incoming)
-        self._store.complete(self._incoming)
+            checksums = await source.checksums()
+        self._store.complete(self._incoming, checksums)
         self._incoming = None
         self._tell()
 
@@ -268,6 +269,7 @@ class Relay:
                 with version.open() as file:
                     while (end := await self._more(version, offset)) > offset:
                         offset += await loop.sock_sendfile(sock, file, offset, end - offset)
+                await self._end(sock, version)
         except (LinkBroken, OSError) as error:
             log.info("one that took from here has gone: %s", error)
 
@@ -284,6 +286,7 @@ class Relay:
             while (end := await self._more(version, offset)) > offset:
                 await loop.sock_sendall(sock, end.to_bytes(8, "little"))
                 offset = end
+            await self._end(sock, version)
             sock.shutdown(socket.SHUT_WR)
             await loop.sock_recv(sock, 1)  # it closes the connection when it reads no more
         finally:
@@ -295,6 +298,13 @@ class Relay:
         while (end := self._given(version)) <= start < version.size and self._has(version):
             await self._news.wait()
         return max(start, end)
+
+    async def _end(self, sock: socket.socket, version: Incoming) -> None:
+        """Send its checksums, as soon as they are here; nothing if they will not be."""
+        while version is self._incoming:
+            await self._news.wait()
+        if self._has(version):
+            await asyncio.get_running_loop().sock_sendall(sock, frame(FetchEnd(checksums=version.checksums)))
 
     async def _found(self, request: FetchReq, sock: socket.socket) -> Incoming | None:
         """The version, as soon as the first of it is here; None if it will not come, or not before newer ones. Orders

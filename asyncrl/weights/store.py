@@ -14,9 +14,12 @@ import fcntl
 import mmap
 import os
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
+
+import msgspec
 
 from asyncrl.checksum import checksum_of_part
 from asyncrl.core import manifest as manifests
@@ -36,7 +39,7 @@ class NoRoom(Exception):
 
 
 class Corrupt(Exception):
-    """A tensor arrived with another checksum than it was sent with; its bytes have to be sent again."""
+    """A tensor arrived with another checksum than it was sent with; it has to be sent again."""
 
 
 class Incoming:
@@ -49,10 +52,13 @@ class Incoming:
         self.size = self.layout.size
         self.received = 0
         """So many bytes from the beginning are in the file."""
+        self.checksums: dict[str, int] = {}
+        """Of its tensors, when it is complete."""
         self.folder = folder
         self._tensor = 0
-        """The first tensor that is not complete, and the checksum of what is there of it."""
-        self._sum = 0
+        """The first tensor that is not complete."""
+        self._sums = [0] * len(self.layout.places)
+        """Each tensor's checksum, of what is there of it."""
         space = os.statvfs(folder.parent)
         if self.size > (free := space.f_bavail * space.f_frsize):
             raise self._no_room(f"{free / 1e9:.2f} GB are free")
@@ -69,8 +75,8 @@ class Incoming:
         return self.folder / NAME
 
     def write(self, data: memoryview) -> None:
-        """The next bytes. Raises ``NoRoom``, after which nothing has changed; and ``Corrupt``, after which the tensor
-        that was so is to be sent again."""
+        """The next bytes. Raises ``NoRoom``, after which nothing has changed; and ``Corrupt``, after which all is to be
+        sent again."""
         start, done = self.received, 0
         try:
             while done < len(data):  # a write may be cut short
@@ -85,20 +91,24 @@ class Incoming:
         while self._tensor < len(places) and (place := places[self._tensor]).start < end:
             first = max(start, place.start)
             part = data[first - start : min(end, place.end) - start]
-            self._sum = (self._sum + checksum_of_part(part, first - place.start)) % 2**64
+            self._sums[self._tensor] += checksum_of_part(part, first - place.start)
             if end < place.end:
                 return
-            found, self._sum = self._sum, 0
-            name = place.tensor.name
-            if found != self.manifest.checksums[name]:
-                self.received = place.start
-                raise Corrupt(f"version {self.manifest.version}: tensor {name} arrived corrupt")
             self._tensor += 1
 
-    def complete(self, target: Path) -> None:
-        """Let it appear as ``target``. Raises ``NoRoom``."""
+    def complete(self, checksums: Mapping[str, int], target: Path) -> None:
+        """Let it appear as ``target``, if its tensors have these ``checksums``. Raises ``NoRoom``; and ``Corrupt``,
+        after which everything from the first tensor that was so on is to be sent again."""
+        for number, place in enumerate(self.layout.places):
+            name = place.tensor.name
+            if self._sums[number] % 2**64 != checksums.get(name):
+                self._tensor, self.received = number, place.start
+                self._sums[number:] = [0] * (len(self._sums) - number)
+                raise Corrupt(f"version {self.manifest.version}: tensor {name} arrived corrupt")
+        self.checksums = dict(checksums)
+        whole = msgspec.structs.replace(self.manifest, checksums=self.checksums)
         try:
-            (self.folder / manifests.FILE_NAME).write_bytes(manifests.dumps(self.manifest))
+            (self.folder / manifests.FILE_NAME).write_bytes(manifests.dumps(whole))
             self.folder.rename(target)
         except OSError as error:
             raise self._no_room(error.strerror) from None
@@ -167,10 +177,10 @@ class Store:
         """Raises ``NoRoom``."""
         return Incoming(self.folder / f".v{manifest.version}.part", manifest)
 
-    def complete(self, incoming: Incoming) -> None:
-        """Raises ``NoRoom``."""
+    def complete(self, incoming: Incoming, checksums: Mapping[str, int]) -> None:
+        """Raises ``NoRoom`` or ``Corrupt``."""
         version = incoming.manifest.version
-        incoming.complete(self.folder / f"v{version}")
+        incoming.complete(checksums, self.folder / f"v{version}")
         self._versions[version] = incoming
 
     def discard(self, incoming: Incoming) -> None:

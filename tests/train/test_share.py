@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -73,9 +74,10 @@ async def taken(addresses: list[str]) -> tuple[Manifest, bytes]:
     at = 0
     while at < len(data):
         at += await source.receive_into(at, memoryview(data)[at:])
+    checksums = await source.checksums()
     for sock in sockets:
         sock.close()
-    return source.manifest, bytes(data)
+    return msgspec.structs.replace(source.manifest, checksums=checksums), bytes(data)
 
 
 @pytest.mark.parametrize("lora", [0, 4])

@@ -19,11 +19,11 @@ from safetensors.numpy import load_file
 from asyncrl.core.manifest import Manifest, TensorInfo
 from asyncrl.core.weight_file import lay_out
 from asyncrl.weights import link
-from asyncrl.weights.link import LinkBroken, connect, frame, receive
+from asyncrl.weights.link import LinkBroken, connect, exactly, frame, receive
 from asyncrl.weights.outlet import Outlet
 from asyncrl.weights.relay import Relay
 from asyncrl.weights.store import NoRoom, Store, StoreError
-from asyncrl.wire import FetchReply, FetchReq, RelayOrders
+from asyncrl.wire import FetchEnd, FetchReply, FetchReq, RelayOrders
 
 from .relays import PlayedTrainer, tensors
 
@@ -37,17 +37,29 @@ def listener() -> socket.socket:
     return made
 
 
-async def published(version: int) -> tuple[Manifest, bytes]:
-    """A version with its checksums, and its file."""
-    trainer = PlayedTrainer(lambda version: tensors(version, MEGABYTES))
+async def published(version: int, seed: int | None = None) -> tuple[Manifest, bytes]:
+    """A version with its checksums, and its file. With ``seed`` it has the weights of another one."""
+    loop = asyncio.get_running_loop()
+    trainer = PlayedTrainer(lambda version: tensors(version if seed is None else seed, MEGABYTES))
     await trainer.publish(version, "relay")
     with await connect(f"127.0.0.1:{trainer.outlet.port}") as sock:
-        await asyncio.get_running_loop().sock_sendall(sock, frame(FetchReq(run="", version=version, offset=0)))
+        await loop.sock_sendall(sock, frame(FetchReq(run="", version=version, offset=0)))
         manifest = (await receive(sock, FetchReply)).manifest
-    assert manifest is not None
-    layout, memory = trainer.outlet._layout, trainer.outlet._memory
+        assert manifest is not None
+        file = await exactly(sock, lay_out(manifest).size)
+        checksums = (await receive(sock, FetchEnd)).checksums
     trainer.outlet.close()
-    return manifest, bytes(memory[: layout.size])
+    return msgspec.structs.replace(manifest, checksums=checksums), file
+
+
+def opening(manifest: Manifest | None) -> bytes:
+    """What a giver sends before the bytes."""
+    return frame(FetchReply(manifest=manifest and msgspec.structs.replace(manifest, checksums={})))
+
+
+def ending(manifest: Manifest) -> bytes:
+    """And after them."""
+    return frame(FetchEnd(checksums=dict(manifest.checksums)))
 
 
 class Source:
@@ -69,8 +81,11 @@ class Source:
             sock, _ = await loop.sock_accept(self.listener)
             with sock, suppress(LinkBroken, ConnectionError):  # a relay may be told otherwise at any moment
                 self.requests.append(request := await receive(sock, FetchReq))
-                await loop.sock_sendall(sock, frame(FetchReply(manifest=self.manifest)))
-                await loop.sock_sendall(sock, self.give(len(self.requests) - 1, request.offset))
+                await loop.sock_sendall(sock, opening(self.manifest))
+                data = self.give(len(self.requests) - 1, request.offset)
+                await loop.sock_sendall(sock, data)
+                if self.manifest is not None and request.offset + len(data) == lay_out(self.manifest).size:
+                    await loop.sock_sendall(sock, ending(self.manifest))
 
 
 @asynccontextmanager
@@ -133,6 +148,21 @@ async def test_what_stays_corrupt_never_becomes_visible(tmp_path: Path) -> None:
         assert one.state().versions == [] and not list(tmp_path.glob("*/v1"))
 
 
+async def test_a_source_that_has_other_weights_of_the_version_gives_all_of_them(tmp_path: Path) -> None:
+    """A trainer that was started again may have made it anew, while half of it was here."""
+    (before, other), (manifest, file) = await published(1, seed=5), await published(1)
+    place = lay_out(manifest).places[0]
+    cut = len(file) // 2
+    first, second = Source(before, lambda n, offset: other[offset:cut]), Source(manifest, lambda n, o: file[o:])
+    async with relay(tmp_path, first, second) as one:
+        one.obey(RelayOrders(run="r", sources=(first.address,), versions=(1,)))
+        await until(lambda: one.state().received == cut)
+        one.obey(RelayOrders(run="r", sources=(second.address,), versions=(1,)))
+        await until(lambda: one.state().versions == [1])
+        check_loads(tmp_path, 1)
+        assert [request.offset for request in second.requests] == [cut, place.start]
+
+
 async def test_another_source_goes_on_where_the_first_was_at_once(tmp_path: Path) -> None:
     manifest, file = await published(1)
     half = len(file) // 2
@@ -143,7 +173,7 @@ async def test_another_source_goes_on_where_the_first_was_at_once(tmp_path: Path
         sock, _ = await asyncio.get_running_loop().sock_accept(stuck.listener)
         with sock:
             stuck.requests.append(await receive(sock, FetchReq))
-            await asyncio.get_running_loop().sock_sendall(sock, frame(FetchReply(manifest=manifest)) + file[:half])
+            await asyncio.get_running_loop().sock_sendall(sock, opening(manifest) + file[:half])
             await hangs.wait()
 
     stuck.run = run  # type: ignore[method-assign]
@@ -186,11 +216,12 @@ async def test_several_sources_give_their_parts_of_one_version(tmp_path: Path) -
     sockets = [await connect(address) for address in addresses]
     source = link.Source(sockets)
     await source.ask(FetchReq(run="r", version=1, offset=offset))
-    assert source.manifest == manifest
+    assert source.manifest == msgspec.structs.replace(manifest, checksums={})
     rest = bytearray(file[:offset]) + bytearray(size - offset)
     while offset < size:
         offset += await source.receive_into(offset, memoryview(rest)[offset:])
     assert rest == file
+    assert await source.checksums() == manifest.checksums
     for sock in sockets:
         sock.close()
     for outlet in outlets:
@@ -229,9 +260,9 @@ async def test_what_is_begun_is_ended_before_a_newer_version_is_taken(tmp_path: 
                 request = await receive(sock, FetchReq)
                 asked.append(request.version)
                 manifest, data = (first if request.version == 1 else second), files[request.version]
-                await loop.sock_sendall(sock, frame(FetchReply(manifest=manifest)) + data[:CHUNK])
+                await loop.sock_sendall(sock, opening(manifest) + data[:CHUNK])
                 await gate.wait()
-                await loop.sock_sendall(sock, data[CHUNK:])
+                await loop.sock_sendall(sock, data[CHUNK:] + ending(manifest))
 
     source.run = run  # type: ignore[method-assign]
     async with relay(tmp_path, source) as one:
@@ -263,9 +294,9 @@ async def test_it_gives_on_whole_chunks_while_the_rest_is_still_to_come(tmp_path
         sock, _ = await asyncio.get_running_loop().sock_accept(source.listener)
         with sock:
             await receive(sock, FetchReq)
-            await asyncio.get_running_loop().sock_sendall(sock, frame(FetchReply(manifest=manifest)) + file[:sent])
+            await asyncio.get_running_loop().sock_sendall(sock, opening(manifest) + file[:sent])
             await gate.wait()
-            await asyncio.get_running_loop().sock_sendall(sock, file[sent:])
+            await asyncio.get_running_loop().sock_sendall(sock, file[sent:] + ending(manifest))
 
     source.run = run  # type: ignore[method-assign]
     async with relay(tmp_path, source) as one:
@@ -273,7 +304,7 @@ async def test_it_gives_on_whole_chunks_while_the_rest_is_still_to_come(tmp_path
         loop = asyncio.get_running_loop()
         with await connect(f"127.0.0.1:{one.state().data_port}") as sock:
             await loop.sock_sendall(sock, frame(FetchReq(run="r", version=1, offset=10)))
-            assert (await receive(sock, FetchReply)).manifest == manifest
+            assert frame(await receive(sock, FetchReply)) == opening(manifest)
             got = bytearray()
             while len(got) < 3 * CHUNK - 10:
                 got += await loop.sock_recv(sock, 2**20)
@@ -281,7 +312,7 @@ async def test_it_gives_on_whole_chunks_while_the_rest_is_still_to_come(tmp_path
             gate.set()
             while part := await loop.sock_recv(sock, 2**20):
                 got += part
-            assert got == file[10:]
+            assert got == file[10:] + ending(manifest)
 
 
 async def test_an_older_version_that_is_not_there_is_answered_at_once(tmp_path: Path) -> None:
@@ -339,7 +370,7 @@ def test_memory_that_runs_full_in_mid_version_is_one_line_and_keeps_what_was_the
 ) -> None:
     infos = (TensorInfo(name="a", shape=(1024,), dtype="float32"),)
     with Store(tmp_path, "1") as store:
-        incoming = store.begin(Manifest(version=9, tensors=infos, checksums={"a": 0}))
+        incoming = store.begin(Manifest(version=9, tensors=infos))
         file = memoryview(incoming.layout.header + bytes(4096))
         incoming.write(file[:2000])
 
@@ -352,7 +383,7 @@ def test_memory_that_runs_full_in_mid_version_is_one_line_and_keeps_what_was_the
         monkeypatch.undo()
         assert incoming.received == 2000
         incoming.write(file[2000:])
-        store.complete(incoming)
+        store.complete(incoming, {"a": 0})
         assert store.versions == [9]
 
 
@@ -375,7 +406,7 @@ async def test_the_outlet_offers_one_version_and_cuts_off_who_takes_the_one_befo
     with await connect(f"127.0.0.1:{trainer.outlet.port}") as sock:
         await loop.sock_sendall(sock, frame(FetchReq(run="", version=2, offset=0)))
         manifest = (await receive(sock, FetchReply)).manifest
-        assert manifest is not None and manifest.version == 2 and len(manifest.checksums) == 5
+        assert manifest is not None and manifest.version == 2
         await trainer.publish(3, "relay")  # while the taker does not read: it waits for nobody
         got = 0
         while part := await loop.sock_recv(sock, 2**20):
