@@ -105,7 +105,7 @@ class Outlet:
                 sums = self._sums
             try:
                 if request.link == "nixl":
-                    self._give_by_nixl(taker, offered, sums)
+                    self._give_by_nixl(taker, request.offset, offered, sums)
                     return
                 taker.sendall(frame(FetchReply(manifest=offered, spans=self._spans)))
                 for start, end in self._parts:
@@ -118,7 +118,7 @@ class Outlet:
                     self._takers.discard(taker)
                     self._lock.notify_all()
 
-    def _give_by_nixl(self, taker: socket.socket, offered: Manifest, sums: Future[dict[str, int]]) -> None:
+    def _give_by_nixl(self, taker: socket.socket, offset: int, offered: Manifest, sums: Future[dict[str, int]]) -> None:
         nixl.stay_local(self._listener.getsockname()[0])
         try:
             shown = nixl.Shown(self._memory, self._parts)
@@ -127,7 +127,8 @@ class Outlet:
             return
         try:
             taker.sendall(frame(FetchReply(manifest=offered, spans=self._spans, door=shown.door)))
-            taker.sendall(self._layout.size.to_bytes(8, "little"))
+            if any(end > offset for _, end in self._parts):  # else it does not read how much is there
+                taker.sendall(self._layout.size.to_bytes(8, "little"))
             taker.sendall(frame(FetchEnd(checksums=sums.result())))
             taker.recv(1)  # it closes the connection when it reads no more
         finally:
