@@ -109,8 +109,9 @@ class Engine(Protocol):
     ranks: int
     """Members that it is in a process group of weights: its tensor-parallel ranks, as ``connect`` last found them."""
 
-    async def connect(self) -> EngineInfo:
-        """Wait until the server is healthy (bounded), and describe it. Raises ``EngineError``."""
+    async def connect(self, within_s: float | None = None) -> EngineInfo:
+        """Wait until the server is healthy, for ``within_s`` or what the recipe says, and describe it. Raises
+        ``EngineError``."""
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Stream a completion. Ends after each of the ``n`` replies gave its last chunk. Raises ``EngineError``;
@@ -151,7 +152,7 @@ class Engine(Protocol):
         """Running and waiting requests and used KV tokens."""
 
     async def close(self) -> None:
-        """Close client connections. The server goes on."""
+        """Close client connections. The server goes on, and serves again if it was paused."""
 
 
 class StepResult(Record, frozen=True, kw_only=True):

@@ -29,7 +29,17 @@ from asyncrl.core.staleness.base import StalenessControl
 from asyncrl.core.staleness.buffers import StalenessBuffers
 from asyncrl.core.staleness.inflight_cap import InflightCap
 from asyncrl.core.types import Batch, Task
-from asyncrl.ports import Blocking, Engine, EnvSource, Observer, RunStore, Tokenizer, WeightTransport
+from asyncrl.ports import (
+    Blocking,
+    Engine,
+    EngineError,
+    EngineInfo,
+    EnvSource,
+    Observer,
+    RunStore,
+    Tokenizer,
+    WeightTransport,
+)
 from asyncrl.runtime.controller import AsyncController, Service
 from asyncrl.runtime.conversation import ChatTemplate
 from asyncrl.runtime.coordination import Coordination
@@ -50,6 +60,9 @@ from asyncrl.runtime.stall import StallWatch
 from asyncrl.runtime.status import Books
 from asyncrl.runtime.task_source import TaskMixture
 from asyncrl.runtime.user_code import FailureWindow
+
+ANSWER_S = 10.0
+"""A server of a run that goes on is not waited for longer, if there are others."""
 
 
 class Played(msgspec.Struct, kw_only=True):
@@ -118,11 +131,13 @@ async def assemble(recipe: Recipe, world: World) -> Run:
     _check_unchanged(recipe, saved)
     world.gate.enter("the trainer to be ready", recipe.trainer.connect_timeout_s, "trainer.connect_timeout_s")
     version = await world.trainer.connect()
-    infos = []
+    absent = await _absent(world)
+    infos = {}
     for engine in world.engines:
-        world.gate.enter(f"{engine.name} to be ready", recipe.engine.connect_timeout_s, "engine.connect_timeout_s")
-        infos.append(await engine.connect())
-    context_length = min(info.context_length for info in infos)
+        if engine.name not in absent:
+            world.gate.enter(f"{engine.name} to be ready", recipe.engine.connect_timeout_s, "engine.connect_timeout_s")
+            infos[engine] = await engine.connect()
+    context_length = min(info.context_length for info in infos.values())
     if recipe.rollout.max_tokens > context_length:
         raise RecipeError(
             f"rollout.max_tokens = {recipe.rollout.max_tokens}: the servers take at most {context_length}; lower it"
@@ -156,7 +171,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         stop_token_ids=world.tokenizer.eos_ids,
         rid_prefix=f"{rng.getrandbits(32):08x}",
     )
-    for engine, info in zip(world.engines, infos, strict=True):
+    for engine, info in infos.items():
         proxy.add(engine, info)
     rollout = recipe.rollout
     buffer = SampleBuffer(
@@ -188,7 +203,8 @@ async def assemble(recipe: Recipe, world: World) -> Run:
     elif isinstance(control, InflightCap | StalenessBuffers):
         control.set_bound(recipe.staleness.bound)
     bound = recipe.staleness.bound if keeper is None else keeper.setting.bound
-    for key, value in {"life": saved.life + 1, "bound": bound, **_fixed(recipe)}.items():
+    notes = {"life": saved.life + 1, "bound": bound, "one_version": float(recipe.one_version), **_fixed(recipe)}
+    for key, value in notes.items():
         world.store.put(Noted(key=key, value=value))
     services: list[Service] = []
     parameters: ParameterServer
@@ -249,6 +265,16 @@ async def assemble(recipe: Recipe, world: World) -> Run:
         context_length=rollout.max_tokens,
         note=world.note,
     )
+    for engine in world.engines:
+        if engine.name in absent:
+            limits = EngineInfo(
+                name=engine.name,
+                version=-1,
+                max_running_requests=recipe.engine.max_running_requests,
+                max_total_tokens=recipe.engine.max_total_tokens,
+                context_length=rollout.max_tokens,
+            )
+            fleet.expect(engine, limits, absent[engine.name])
     failures = {
         name: FailureWindow(
             name=played.config.target,
@@ -350,6 +376,26 @@ async def assemble(recipe: Recipe, world: World) -> Run:
     )
 
 
+async def _absent(world: World) -> Mapping[str, str]:
+    """Servers that a run which goes on had, and cannot use now, and why not. Those that are started here count as
+    there; if none is there, all are waited for."""
+    outside = [e for e in world.engines if world.launcher is None or world.launcher.began(e.name) is None]
+    absent: dict[str, str] = {}
+
+    async def ask(engine: Engine) -> None:
+        try:
+            await engine.connect(ANSWER_S)
+        except EngineError as error:
+            absent[engine.name] = str(error)
+
+    if world.saved.life:
+        world.gate.enter("servers that were not started here to answer", ANSWER_S)
+        async with asyncio.TaskGroup() as asking:
+            for engine in outside:
+                asking.create_task(ask(engine))
+    return absent if len(absent) < len(world.engines) else {}
+
+
 def _fixed(recipe: Recipe) -> dict[str, float | str]:
     """What a run cannot change while it has groups under way."""
     rollout = recipe.rollout
@@ -368,6 +414,11 @@ def _check_unchanged(recipe: Recipe, saved: Saved) -> None:
             raise RecipeError(
                 f"{key} = {value}: the run that is to go on was begun with {before}; set it back, or begin a new run"
             )
+    if recipe.one_version and not saved.notes.get("one_version", True):
+        raise RecipeError(
+            f'update.running = "drain" with engine.routing = "{recipe.engine.routing}": no trajectory may have several '
+            "versions, and some of the run that is to go on have; set the preset back, or begin a new run"
+        )
 
 
 def _one_version(recipe: Recipe, control: StalenessControl) -> Batches | Versions | None:

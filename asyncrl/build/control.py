@@ -1,8 +1,9 @@
 """``asyncrl servers``, both ends: a run listens on loopback for changes of its fleet, and anybody who may read its
 ``control.json`` gives them: where it listens, and a key of its own, which opens nothing else.
 
-A change is begun and answered at once; how far it is stands in the list, which the command asks for until it is done.
-So a command that is interrupted changes nothing: the server goes on draining, or joining.
+A change is begun and answered at once, when it is known to whatever process the run goes on in; how far it is stands in
+the list, which the command asks for until it is done. So a command that is interrupted changes nothing: the server goes
+on draining, or joining.
 
 Owns the listening socket, the key and the file, which goes with the run.
 """
@@ -17,6 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -95,6 +97,8 @@ class Control:
         self._drained: dict[int, int | str] = {}
         """Servers that may be readmitted, and as what."""
         self._runner: web.AppRunner | None = None
+        self._joining = asyncio.Lock()
+        """One URL after another: twice the same is one server."""
 
     async def start(self) -> None:
         """Raises ``RunDirError``."""
@@ -135,21 +139,24 @@ class Control:
     async def _change(self, request: web.Request) -> web.Response:
         try:
             asked = msgspec.json.decode(await request.read(), type=Asked)
-            name = await (self._add if asked.verb == "add" else self._drain)(asked)
+            if asked.verb == "add":
+                async with self._joining if asked.server else nullcontext():
+                    name = await self._add(asked)
+            else:
+                name = self._drain(asked)
+            await self._members.committed()
         except (msgspec.DecodeError, FleetError, EngineError, ChildError) as error:
             return web.json_response({"error": str(error)}, status=409)
         return web.json_response({"name": name})
 
     async def _add(self, asked: Asked) -> str:
         url = asked.server.rstrip("/")
-        known = self._find(url) if url else None
+        known = (self._find(url) or await self._same(url)) if url else None
         if known is not None:
             self._fleet.readmit(known)
             if (member := self._drained.pop(_number(known), None)) is not None:
                 self._members.readmitted(_number(known), member)
             return known
-        if url:
-            _check(url)
         number = await self._servers.add(url)
         name = f"server {number}"
         own = asked.token if asked.token != self._token else ""
@@ -167,7 +174,20 @@ class Control:
             self._members.added(number, url)
         return name
 
-    async def _drain(self, asked: Asked) -> str:
+    async def _same(self, url: str) -> str | None:
+        """The server that this URL names in other words. Raises ``FleetError``."""
+        _check(url)
+        try:
+            asked = await _places(url)
+        except OSError as error:
+            raise FleetError(f"{url}: no machine of that name ({error.strerror or error})") from None
+        for instance in list(self._fleet.instances):
+            with suppress(OSError):
+                if asked & await _places(self._servers.urls[_number(instance.name)]):
+                    return instance.name
+        return None
+
+    def _drain(self, asked: Asked) -> str:
         name = self._find(asked.server.rstrip("/"))
         if name is None:
             known = ", ".join(f"{i.name} ({self._row(i).url})" for i in self._fleet.instances)
@@ -199,6 +219,13 @@ def _check(url: str) -> None:
         good = False
     if not good:
         raise FleetError(f"{_shown(url)}: write http://HOST:PORT")
+
+
+async def _places(url: str) -> set[tuple[object, ...]]:
+    """Addresses and port that a URL stands for. Raises ``OSError``."""
+    parts = urlsplit(url)
+    found = await asyncio.get_running_loop().getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
+    return {address[:2] for *_, address in found}
 
 
 def _shown(url: str) -> str:

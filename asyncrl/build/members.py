@@ -57,6 +57,10 @@ class Members:
         self._keep()
         return member
 
+    async def committed(self) -> None:
+        """What was changed is known to whatever process the run goes on in."""
+        await self._store.committed()
+
     def _keep(self) -> None:
         kept = _Kept(recipe=self._recipe, members=[*self._members.values()])
         self._store.put(Noted(key=NOTE, value=msgspec.json.encode(kept).decode()))

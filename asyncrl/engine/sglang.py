@@ -134,8 +134,8 @@ class SGLangEngine:
 
     # --- what the server is
 
-    async def connect(self) -> EngineInfo:
-        timeout_s = self._config.connect_timeout_s
+    async def connect(self, within_s: float | None = None) -> EngineInfo:
+        timeout_s = within_s or self._config.connect_timeout_s
         last: EngineError | None = None
         attempt = 0
         try:
@@ -153,7 +153,8 @@ class SGLangEngine:
                 server = await self._get("server_info", wire.ServerInfo)
                 model = await self._get("model_info", wire.ModelInfo)
         except TimeoutError:
-            raise self._http.error(f"not ready within engine.connect_timeout_s ({timeout_s:g} s); {last}") from None
+            limit = f"{timeout_s:g} s" if within_s else f"engine.connect_timeout_s ({timeout_s:g} s)"
+            raise self._http.error(f"not ready within {limit}; {last or 'it does not answer'}") from None
         if self._model_type is not None and model.model_type != self._model_type:
             raise self._http.error(
                 f"serves a {model.model_type} model ({model.model_path}), the recipe trains a {self._model_type}; "
@@ -193,6 +194,8 @@ class SGLangEngine:
         )
 
     async def close(self) -> None:
+        if self._paused:  # a run that was ended within an update, and the server may be of use to others
+            await shielded(self.resume(), ABORT_TIMEOUT_S)
         await self._http.close()
 
     def _version(self, text: str) -> int:
@@ -395,12 +398,12 @@ class SGLangEngine:
             with suppress(TimeoutError):  # then the pause itself waits for them
                 async with asyncio.timeout(ABORT_GRACE_S):
                     await self._quiet.wait()
-        await self._post("pause_generation", wire.PauseReq(mode="abort"))
         self._paused = True
+        await self._post("pause_generation", wire.PauseReq(mode="abort"))
 
     async def resume(self) -> None:
-        self._paused = False
         await self._post("continue_generation")
+        self._paused = False
 
     # --- weights
 

@@ -19,7 +19,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from asyncrl.ports import Engine, EngineError
+from asyncrl.ports import Engine, EngineError, EngineInfo
 from asyncrl.runtime.instance import Instance
 from asyncrl.runtime.llm_proxy import LLMProxy
 
@@ -180,8 +180,16 @@ class Fleet:
                 f"{engine.name}: takes at most {info.context_length} tokens, and rollout.max_tokens is "
                 f"{self._context_length}; start it with a longer context"
             )
+        self._note(f"{engine.name} joins")
+        return self._admit(engine, info)
+
+    def expect(self, engine: Engine, like: EngineInfo, why: str) -> None:
+        """A server that this run had is not there: it joins when it is. ``like`` has the limits that it should have."""
+        self._note(f"{why}; going on without {engine.name}, which joins when it can be used")
+        self._admit(engine, like).why = why
+
+    def _admit(self, engine: Engine, info: EngineInfo) -> Instance:
         instance = self._proxy.add(engine, info, up=False)
-        self._note(f"{instance.name} joins")
         self._wait_for(instance)
         return instance
 
@@ -259,7 +267,7 @@ class Fleet:
 
     def _goes_on(self, instance: Instance) -> bool:
         """It runs nothing, but will, or is not done with its weights."""
-        if instance.held or instance.pulling or instance.pinned:
+        if instance.held or instance.pulling or instance.pinned or self._proxy.snapshot().suspended:
             return True
         return self._has_begun is not None and self._has_begun(instance.name)
 

@@ -20,6 +20,7 @@ class Instance:
     __slots__ = (
         "asked",
         "attention_at",
+        "context_length",
         "cutting",
         "down_since",
         "draining",
@@ -51,9 +52,8 @@ class Instance:
         self.engine = engine
         self.name = engine.name
         self.version = info.version if up else -1
-        self.kv_url = info.kv_url
-        self.max_running = info.max_running_requests
-        self.max_tokens = info.max_total_tokens
+        self.context_length = info.context_length
+        self.meet(info)
         self.running = 0
         self.tokens = 0
         self.generated = self.prefilled = 0
@@ -90,6 +90,18 @@ class Instance:
         """Requests that were given to it, and those whose ``Route`` came too late."""
         self.interrupted = 0
         """The same of ``Interrupt``."""
+
+    def meet(self, info: EngineInfo) -> None:
+        """What answers now, perhaps another process than before, has these limits. Raises ``EngineError`` where it
+        takes shorter requests than the server did that was there first."""
+        if info.context_length < self.context_length:
+            raise EngineError(
+                f"{self.name}: takes at most {info.context_length} tokens now, and took {self.context_length}; start "
+                "it as it was"
+            )
+        self.kv_url = info.kv_url
+        self.max_running = info.max_running_requests
+        self.max_tokens = info.max_total_tokens
 
     @contextmanager
     def asking(self, what: str) -> Iterator[None]:

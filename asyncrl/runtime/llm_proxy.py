@@ -435,8 +435,9 @@ class LLMProxy:
                 if instance.up:
                     group.create_task(resume(instance))
         self._suspended = False
-        for instance in self._instances:
+        for instance in list(self._instances):
             self._assign_held(instance)
+            self.on_free(instance)
         self._assign()
 
     def resumed(self, instance: Instance) -> None:

@@ -112,14 +112,14 @@ class ParameterServer:
 
     async def align(self) -> None:
         """Before anything is generated: servers that hold, or may hold, other weights than the trainer, because it was
-        resumed or they served another run, are given its own. Raises ``EngineRejected`` if one refuses them: then it
-        serves another model."""
+        resumed or they served another run, are given its own. One that refuses them serves another model: at version 0
+        this raises ``EngineRejected``, and later the run goes on without it."""
         version, instances = self._version, self._proxy.instances
         if version or any(instance.version != version for instance in instances):
             for instance in instances:
                 instance.version = min(instance.version, version)
             self._version = -1
-            self._aligning = True
+            self._aligning = version == 0
             await self.prepare(version)
             await self.deliver(version)
             self._aligning = False
@@ -169,6 +169,7 @@ class ParameterServer:
                 return
             try:
                 info = await instance.engine.connect()
+                instance.meet(info)
                 await instance.engine.pause()
                 if info.version != self._version or instance.name in self._unsure:
                     version = self._prepared  # of the first one, which nobody had to be given, there is none

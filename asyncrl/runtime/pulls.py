@@ -88,7 +88,7 @@ class PulledParameterServer(ParameterServer):
         if version or any(instance.version != version for instance in instances):
             for instance in instances:
                 instance.version = min(instance.version, version - 1)
-            self._aligning = True
+            self._aligning = version == 0
             await self.prepare(version)
             await self.catch_up()
             self._aligning = False
@@ -195,6 +195,7 @@ class PulledParameterServer(ParameterServer):
         try:
             async with self._access.shared():
                 info = await instance.engine.connect()
+                instance.meet(info)
                 await instance.engine.pause()
                 version = instance.version
                 if version < 0 and info.version == self._version:

@@ -108,15 +108,15 @@ class SimEngine(SimProcess):
 
     # --- Engine port
 
-    async def connect(self) -> EngineInfo:
+    async def connect(self, within_s: float | None = None) -> EngineInfo:
         if not self._answering.is_set():
+            timeout_s = within_s or self._connect_timeout_s
             try:
-                async with asyncio.timeout(self._connect_timeout_s):
+                async with asyncio.timeout(timeout_s):
                     await self._answering.wait()
             except TimeoutError:
-                raise EngineError(
-                    f"{self.name}: not ready within engine.connect_timeout_s ({self._connect_timeout_s:g} s)"
-                ) from None
+                limit = f"{timeout_s:g} s" if within_s else f"engine.connect_timeout_s ({timeout_s:g} s)"
+                raise EngineError(f"{self.name}: not ready within {limit}") from None
         return EngineInfo(
             name=self.name,
             version=self.version,

@@ -20,7 +20,7 @@ from asyncrl.cli import main
 from asyncrl.config import dumps, load_table
 from asyncrl.core.policy.routing import least_loaded
 from asyncrl.observe.run_dir import CONTROL, RECIPE
-from asyncrl.ports import Engine, EngineError, EngineInfo, NoStore
+from asyncrl.ports import Engine, EngineError, EngineInfo, NoStore, RunStore
 from asyncrl.runtime.fleet import Fleet
 from asyncrl.runtime.instance import Instance
 from asyncrl.runtime.llm_proxy import LLMProxy
@@ -33,12 +33,12 @@ URLS = ["http://me:secret@10.0.0.1:30000", "http://10.0.0.2:30000"]
 
 
 class Refusing(SimEngine):
-    async def connect(self) -> EngineInfo:
+    async def connect(self, within_s: float | None = None) -> EngineInfo:
         raise EngineError(f"{self.name}: serves a llama model, the recipe trains a qwen3")
 
 
 class Silent(SimEngine):
-    async def connect(self) -> EngineInfo:
+    async def connect(self, within_s: float | None = None) -> EngineInfo:
         await asyncio.sleep(3600)
         raise AssertionError
 
@@ -57,9 +57,20 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_module, "JOIN_S", 0.5)
 
 
+class Slow(NoStore):
+    """Durable is what was put once somebody says so."""
+
+    def __init__(self) -> None:
+        self.asked, self.durable = asyncio.Event(), asyncio.Event()
+
+    async def committed(self) -> None:
+        self.asked.set()
+        await self.durable.wait()
+
+
 @asynccontextmanager
 async def controlled(
-    tmp_path: Path, *, tokens: list[str] | None = None, notes: Notes | None = None
+    tmp_path: Path, *, tokens: list[str] | None = None, store: RunStore | None = None
 ) -> AsyncIterator[Callable[..., Any]]:
     """A fleet of two with its control; the value carries out a command on a thread, as another process would.
     ``tokens`` gets those that servers which join have of their own."""
@@ -78,11 +89,11 @@ async def controlled(
         return kind(f"server {number}", rng=random.Random(0), lengths=lambda rng, ids: 9)
 
     fleet = Fleet(proxy=proxy, restore=restore, probe_s=0.05, context_length=1000)
+    members = Members(recipe, {}, store or NoStore())
     servers = LocalServers(recipe, logs=tmp_path, note=lambda text: None)
     for number in range(2):
         engine = connect(number, "")
         proxy.add(engine, await engine.connect())
-    members = Members(recipe, {}, notes or NoStore())
     control = Control(tmp_path, fleet=fleet, servers=servers, members=members, connect=connect, token=TOKEN)
     await control.start()
 
@@ -124,7 +135,7 @@ async def test_one_joins_another_drains_comes_back_and_leaves(tmp_path: Path) ->
 
 async def test_a_key_of_its_own_opens_a_server_and_is_written_nowhere(tmp_path: Path) -> None:
     tokens: list[str] = []
-    async with controlled(tmp_path, tokens=tokens, notes=(notes := Notes())) as run:
+    async with controlled(tmp_path, tokens=tokens, store=(notes := Notes())) as run:
         tokens.clear()
         assert (await run("add", "http://10.0.0.3:30000", TOKEN))[0] == 0
         assert tokens == [""] and "10.0.0.3" in notes.fleet
@@ -145,6 +156,7 @@ async def test_a_key_of_its_own_opens_a_server_and_is_written_nowhere(tmp_path: 
         ("add", "http://10.0.0.3:99999999", "http://10.0.0.3:99999999: write http://HOST:PORT"),
         ("add", "http://10.0.0.3:30000/v1", "http://10.0.0.3:30000/v1: write http://HOST:PORT"),
         ("add", "http://10.0.0.2:30000", "server 1 is in use already"),
+        ("add", "http://10.2:30000", "server 1 is in use already"),
         ("add", "", "this run starts no servers; give the URL of one that runs"),
         ("add", "http://10.0.0.3:999", "http://10.0.0.3:999: no inference server answers there within 0.5 s; start"),
         ("add", "http://10.0.0.3:666", "server 2: serves a llama model, the recipe trains a qwen3"),
@@ -156,6 +168,26 @@ async def test_what_cannot_be_done_is_one_line(tmp_path: Path, verb: str, server
         code, [line] = await run(verb, server)
         assert code == 1 and line.startswith(f"asyncrl: {said}")
         assert len((await run("list"))[1]) == 2
+
+
+async def test_a_server_that_is_added_twice_at_once_is_one(tmp_path: Path) -> None:
+    async with controlled(tmp_path) as run, asyncio.TaskGroup() as group:
+        adding = [group.create_task(run("add", f"http://10.0.0.{host}:30000")) for host in ("3", "3")]
+        codes = [(await each)[0] for each in adding]
+        assert sorted(codes) == [0, 1]
+        assert len((await run("list"))[1]) == 3
+
+
+async def test_a_change_is_answered_when_it_is_kept(tmp_path: Path) -> None:
+    """A run that is killed then goes on with it."""
+    store = Slow()
+    async with controlled(tmp_path, store=store) as run, asyncio.TaskGroup() as group:
+        removing = group.create_task(run("remove", "1"))
+        await store.asked.wait()
+        await asyncio.sleep(0.1)
+        assert not removing.done()
+        store.durable.set()
+        assert (await removing)[0] == 0
 
 
 async def test_the_last_server_stays(tmp_path: Path) -> None:

@@ -301,6 +301,20 @@ async def test_a_client_that_was_never_used_can_be_closed() -> None:
     await make_engine("http://127.0.0.1:9").close()
 
 
+async def test_close_leaves_no_server_paused(server: Server, make: Make) -> None:
+    """It may be of use to others than the run that ends."""
+    engine = make()
+    await engine.pause()
+    await engine.close()
+    assert [x.path for x in server.exchanges] == ["/pause_generation", "/continue_generation"]
+
+
+async def test_connect_may_be_given_less_time(make: Make, server: Server) -> None:
+    server.on_control["/health"] = refuses(503, "loading")
+    with pytest.raises(EngineError, match=r"s0 .*not ready within 0.2 s; .*loading"):
+        await make(retries=0).connect(0.2)
+
+
 async def test_close_leaves_no_connection(server: Server, make: Make) -> None:
     engine = make()
     server.answers = [finished(4)]

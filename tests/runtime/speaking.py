@@ -33,7 +33,7 @@ class Speaker:
         self.sampled: list[list[int]] = []
         self.running = 0
 
-    async def connect(self) -> EngineInfo:
+    async def connect(self, within_s: float | None = None) -> EngineInfo:
         return EngineInfo(
             name=self.name, version=0, max_running_requests=64, max_total_tokens=10**6, context_length=10**6
         )

@@ -10,6 +10,7 @@ import os
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncrl.build.virtual import Simulation
@@ -213,7 +214,7 @@ def test_a_server_that_joins_is_used_once_it_is_restored() -> None:
 
 def test_what_cannot_serve_the_run_does_not_join() -> None:
     class Other(SimEngine):
-        async def connect(self) -> EngineInfo:
+        async def connect(self, within_s: float | None = None) -> EngineInfo:
             raise EngineError(f"{self.name}: serves a llama model")
 
     async def main() -> None:
@@ -229,6 +230,51 @@ def test_what_cannot_serve_the_run_does_not_join() -> None:
         with pytest.raises(FleetError, match="server 0 is in use already"):
             w.fleet.readmit("server 0")
         assert names(w.proxy) == ["server 0"]
+
+    run(main())
+
+
+def test_a_server_that_is_not_there_when_a_run_goes_on_joins_when_it_is() -> None:
+    """With the limits that it then says it has."""
+
+    async def main() -> None:
+        w = await watched(sim_engine())
+        late = sim_engine("server 1")
+        late.kill()
+        like = EngineInfo(name="server 1", version=-1, max_running_requests=7, max_total_tokens=70, context_length=1000)
+        w.fleet.expect(late, like, "server 1: connection refused")
+        assert w[1].max_running == 7 and not w[1].up and w[1].why == "server 1: connection refused"
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(w.fleet.run())
+            await w.proxy.generate(prompt())
+            await asyncio.sleep(100)
+            assert not w[1].up and not w.restored
+            late.restart()
+            await asyncio.sleep(10)
+            assert w[1].up
+            running.cancel()
+        assert w.notes[0] == (
+            "server 1: connection refused; going on without server 1, which joins when it can be used"
+        )
+        w[1].meet(await late.connect())
+        assert w[1].max_running == (await late.connect()).max_running_requests != 7
+        with pytest.raises(EngineError, match="server 1: takes at most 999 tokens now, and took 1000; start it as it"):
+            w[1].meet(msgspec.structs.replace(like, context_length=999))
+
+    run(main())
+
+
+def test_a_server_that_is_removed_while_servers_are_paused_for_new_weights_leaves_once_it_serves_again() -> None:
+    """Else it would stay paused, whoever uses it next."""
+
+    async def main() -> None:
+        engine = sim_engine()
+        w = await watched(engine, sim_engine("server 1"))
+        await w.proxy.suspend("interrupt")
+        w.fleet.drain("server 0", forget=True)
+        assert names(w.proxy) == ["server 0", "server 1"]
+        await w.proxy.resume()
+        assert names(w.proxy) == ["server 1"] and not engine._paused
 
     run(main())
 
