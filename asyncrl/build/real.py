@@ -136,6 +136,7 @@ async def train(
             recipe.engine,
             rng=random.Random(f"{recipe.seed}/{number}"),
             model_type=model_type,
+            model_path=recipe.model.path,
             vocabulary=vocabulary,
             version=0 if servers.owns(number) else None,  # who knows what others have had them load
             token=own_token or token,

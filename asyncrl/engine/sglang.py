@@ -33,6 +33,7 @@ from asyncrl.config import EngineConfig
 from asyncrl.engine.buckets import buckets
 from asyncrl.engine.http import BUSY, Http, shielded
 from asyncrl.engine.replies import BadReply, ReplyReader
+from asyncrl.engine.same_model import difference
 from asyncrl.engine.shared_kv import SharedKv
 from asyncrl.ports import Chunk, EngineError, EngineInfo, EngineLoad, EngineRejected, GenerateRequest
 
@@ -88,8 +89,9 @@ class _Live:
 class SGLangEngine:
     """``url`` is ``http://host:port``. ``version`` is what a server that was never updated holds; None: whatever
     it says it holds, its version is -1 until it was given weights here. ``model_type`` and ``vocabulary`` (as in
-    config.json) are those of what it must serve, where that is known. ``rng`` draws the jitter of retries. ``token`` is
-    what it asks for (``access.py``). ``run`` is in the name of KV that it shares.
+    config.json) are those of what it must serve, where that is known, and ``model_path`` is a folder with such a model.
+    ``rng`` draws the jitter of retries. ``token`` is what it asks for (``access.py``). ``run`` is in the name of KV
+    that it shares.
 
     ``config.stream_interval`` 0 turns streaming off: one reply at the end, cheaper for short outputs, but a server
     that dies takes all tokens of its requests with it.
@@ -103,6 +105,7 @@ class SGLangEngine:
         *,
         rng: random.Random,
         model_type: str | None = None,
+        model_path: str = "",
         vocabulary: int = 2**31,
         version: int | None = 0,
         token: str = "",
@@ -113,6 +116,7 @@ class SGLangEngine:
         self._url = url
         self._config = config
         self._model_type = model_type
+        self._model_path = model_path
         self._vocabulary = vocabulary
         self._start_version = -1 if version is None else version
         self._known = version is not None
@@ -155,11 +159,8 @@ class SGLangEngine:
         except TimeoutError:
             limit = f"{timeout_s:g} s" if within_s else f"engine.connect_timeout_s ({timeout_s:g} s)"
             raise self._http.error(f"not ready within {limit}; {last or 'it does not answer'}") from None
-        if self._model_type is not None and model.model_type != self._model_type:
-            raise self._http.error(
-                f"serves a {model.model_type} model ({model.model_path}), the recipe trains a {self._model_type}; "
-                "start it with the recipe's model.path"
-            )
+        if other := await asyncio.to_thread(difference, self._model_type, self._model_path, model):
+            raise self._http.error(f"{other}; start it with the recipe's model.path")
         self.ranks, self._replicas = server.tp_size, server.dp_size * server.pp_size
         takes_kv = self._config.kv_reuse and self._config.kind == "embedded"
         if takes_kv and not server.kv_reuse:

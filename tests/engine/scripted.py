@@ -122,7 +122,7 @@ async def serving() -> AsyncIterator[Server]:
         await runner.cleanup()
 
 
-def make_engine(url: str, *, version: int | None = 0, **config: Any) -> SGLangEngine:
+def make_engine(url: str, *, version: int | None = 0, model_path: str = "", **config: Any) -> SGLangEngine:
     settings: dict[str, Any] = {
         "stream_interval": 4,
         "retries": 2,
@@ -137,6 +137,7 @@ def make_engine(url: str, *, version: int | None = 0, **config: Any) -> SGLangEn
         EngineConfig(**{**settings, **config}),
         rng=random.Random(0),
         model_type="qwen3",
+        model_path=model_path,
         run="run",
         vocabulary=64,
         version=version,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -229,6 +231,28 @@ async def test_join_group_says_who_is_who(server: Server, make: Make) -> None:
             "backend": "nccl",
         }
     ]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        ({"hidden_size": 96}, r"hidden_size = 96 \(.*theirs\), the recipe's has 64; start it with .* model\.path"),
+        ({"hidden_size": 64, "text_config": {"num_hidden_layers": 3}}, r"num_hidden_layers = 3 .* has 2"),
+    ],
+)
+async def test_a_model_of_another_size_is_refused_where_its_folder_can_be_read(
+    server: Server, make: Make, tmp_path: Path, theirs: dict[str, Any], said: str
+) -> None:
+    for name, table in (("ours", {"hidden_size": 64, "num_hidden_layers": 2}), ("theirs", theirs)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(table))
+    engine = make(model_path=str(tmp_path / "ours"))
+    for harmless in ("/srv/models/m", "org/name", str(tmp_path / "ours")):
+        server.control["/model_info"]["model_path"] = harmless
+        await engine.connect()
+    server.control["/model_info"]["model_path"] = str(tmp_path / "theirs")
+    with pytest.raises(EngineError, match=said):
+        await engine.connect()
 
 
 async def test_a_wrong_key_is_one_line_that_says_where_it_is_set(server: Server, make: Make) -> None:
