@@ -28,6 +28,7 @@ CREATE TABLE trajectories (
     reward REAL, turns INTEGER, tokens INTEGER, finish_reason TEXT, payload TEXT
 );
 CREATE INDEX trajectories_group ON trajectories (group_id);
+CREATE INDEX trajectories_kept ON trajectories (id) WHERE payload IS NOT NULL;
 CREATE TABLE turns (
     trajectory INTEGER, number INTEGER, piece INTEGER, whole INTEGER, payload TEXT,
     PRIMARY KEY (trajectory, number, piece)

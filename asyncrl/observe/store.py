@@ -346,9 +346,9 @@ class Store:
     def _drop_trained(self, version: int) -> None:
         """A checkpoint has all steps before ``version``; what is of these only is not needed any more."""
         rows = self.db.execute(
-            "SELECT id, payload FROM trajectories WHERE payload IS NOT NULL AND group_id IN "
-            "(SELECT id FROM groups WHERE step < ? AND state = 'consumed') AND NOT EXISTS "
-            "(SELECT 1 FROM uses WHERE uses.group_id = trajectories.group_id AND uses.step >= ?)",
+            "SELECT id, payload FROM trajectories AS t WHERE payload IS NOT NULL "
+            "AND EXISTS (SELECT 1 FROM groups AS g WHERE g.id = t.group_id AND g.step < ? AND g.state = 'consumed') "
+            "AND NOT EXISTS (SELECT 1 FROM uses AS u WHERE u.group_id = t.group_id AND u.step >= ?)",
             (version, version),
         ).fetchall()
         self.db.executemany("UPDATE trajectories SET payload = NULL WHERE id = ?", [(number,) for number, _ in rows])
