@@ -8,8 +8,9 @@ whoever writes there is gone:
     folder PATH          is removed in the end
     session PID PATH     when process PID and its session are gone, the folder PATH is removed, and what they had mapped
                          of the files in /dev/shm that nobody else maps
+    look                 now: the sessions are about to be ended
 
-What a session maps is looked up soon after its start, then less and less often: it is made when a server starts.
+What a session maps is looked up soon after its start, then less often, and can be known only while it lives.
 Folders in ``/dev/shm`` are others' (relays have theirs). Linux.
 """
 
@@ -28,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FIRST_LOOK_S = 0.5
-MOST_S = 60.0
+MOST_S = 10.0
 """Between two looks, each of which waits twice as long as the one before."""
 GONE_S = 10.0
 """How long the rest of a session may take to end after its first process."""
@@ -55,6 +56,9 @@ class Leftovers:
     def session(self, pid: int, folder: Path | str) -> None:
         """``pid`` leads it."""
         self._tell(f"session {pid} {folder}")
+
+    def look(self) -> None:
+        self._tell("look")
 
     def close(self) -> None:
         """What is left of processes that have ended is removed before this returns."""
@@ -157,6 +161,10 @@ class _Keeper:
         kind, _, rest = line.partition(" ")
         if kind == "folder":
             self._folders.append(rest)
+            return
+        if kind == "look":
+            for session in self._sessions.values():
+                session.look()
             return
         pid, _, folder = rest.partition(" ")
         session = _Session(int(pid), folder)

@@ -194,6 +194,8 @@ class LocalServers(LocalProcesses):
         """Of SGLang, which tidies nothing up."""
 
     async def stop(self) -> None:
+        if self._leftovers is not None:
+            self._leftovers.look()
         await super().stop()
         if self._leftovers is not None:
             await asyncio.to_thread(self._leftovers.close)

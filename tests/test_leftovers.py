@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared
 
 SERVER = """
 import mmap, multiprocessing, os, sys, time
+sys.stdin.readline()
 lock = multiprocessing.get_context("spawn").Lock()  # as tqdm makes one in a process of SGLang
 maps = []
 for path in sys.argv[1:]:
@@ -52,16 +53,20 @@ def test_a_killed_session_leaves_nothing_and_what_is_anothers_stays(tmp_path: Pa
             mapping = mmap.mmap(file.fileno(), 0)
         with subprocess.Popen(
             [sys.executable, "-c", SERVER, own, shared, relay],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
             env={**os.environ, "TMPDIR": str(temporary)},
         ) as server:
-            assert server.stdout is not None
-            semaphore = Path("/dev/shm", f"sem.{server.stdout.readline().strip().removeprefix('/')}")
-            assert semaphore.exists()
             leftovers = Leftovers()
             leftovers.session(server.pid, temporary)
+            assert server.stdin is not None and server.stdout is not None
+            server.stdin.write("\n")
+            server.stdin.flush()
+            semaphore = Path("/dev/shm", f"sem.{server.stdout.readline().strip().removeprefix('/')}")
+            assert semaphore.exists()
+            leftovers.look()
             leftovers.session(_ended(), told)
             until(lambda: not told.exists())  # now it has looked, and a session that has ended is tidied up at once
             os.killpg(server.pid, signal.SIGKILL)
