@@ -5,9 +5,11 @@
 
 ``--json`` replaces in the file what was measured, and leaves the rest.
 
-* ceiling: two processes, one sends a file of shared memory by sendfile, the other receives it and writes it to another:
-  plain blocking sockets and no checks. And what one core copies in memory.
-* hop: trainer → one relay, all of it: orders, sockets, checksums, the rename. GB/s against the ceiling.
+* hop: trainer → one relay, all of it: orders, sockets, checksums, the rename; GB/s from the order to the controller's
+  knowing that the version is there. Against the ceiling, a bare hop by the same path: sendfile from memory, a socket,
+  recv into a buffer of the relay's size, write to shared memory, by plain blocking calls and with no checks. Both by
+  two processes, in turn, several times; the ratio is that of the medians. New memory, whose pages the kernel has to
+  find, and used memory, which a relay has from its third version on, are compared each with its own ceiling.
 * chain: 1 to 8 relays as fast as they can, and CPU seconds of all relays for each GB: cores bind it here.
 * paced: the same with links of 48 MB/s between relays, paced by the kernel, which leaves the cores idle enough to show
   the pipeline. The trainer's link is not paced.
@@ -34,6 +36,7 @@ import statistics
 import sys
 import tempfile
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +45,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from asyncrl.core.theory.broadcast import Chain, broadcast_time, optimal_chunks
-from tests.weights.relays import World, world
+from asyncrl.weights.relay import PIECE_BYTES
+from tests.weights.relays import World, tensors, world
 
 PARTS = ("hop", "chain", "paced", "chunks", "stall", "ranks", "kills")
 MEMORY = Path("/dev/shm")
@@ -51,37 +55,110 @@ START_S = 0.001
 """T_start for the formula: about what a chunk costs here beside its bytes."""
 
 
-def _send(listener: socket.socket, path: str, size: int) -> None:
-    peer, _ = listener.accept()
-    with peer, open(path, "rb") as file:
-        done = 0
-        while done < size:
-            done += os.sendfile(peer.fileno(), file.fileno(), done, size - done)
+class BareHop:
+    """Two processes, this one and another, and nothing but the copy: sendfile from memory, recv, write to shared
+    memory. No checksums, no orders, no rename. Use as a context."""
 
+    def __init__(self, megabytes: int) -> None:
+        self._size = megabytes * 2**20
+        self._source = os.memfd_create("bench-relay")
+        block = os.urandom(2**20)
+        for _ in range(megabytes):
+            os.write(self._source, block)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._orders, theirs = multiprocessing.Pipe()
+        target = MEMORY / f"bench-relay-{os.getpid()}"
+        fork = multiprocessing.get_context("fork")
+        self._receiver = fork.Process(target=_receive, args=(theirs, self._listener.getsockname(), target))
+        self._receiver.start()
+        theirs.close()
 
-def bare_copy(megabytes: int) -> dict[str, float]:
-    """GB/s of the plainest hop there can be, and the CPU seconds of its receiving end for a GB."""
-    size = megabytes * 2**20
-    source, target = MEMORY / f"bench-relay-{os.getpid()}-a", MEMORY / f"bench-relay-{os.getpid()}-b"
-    source.write_bytes(os.urandom(2**20) * megabytes)
-    listener = socket.create_server(("127.0.0.1", 0))
-    sender = multiprocessing.get_context("fork").Process(target=_send, args=(listener, str(source), size))
-    try:
-        sender.start()
-        buffer = memoryview(bytearray(2**21))
-        with socket.create_connection(listener.getsockname()) as peer, target.open("wb") as file:
-            began, cpu = time.perf_counter(), time.process_time()
+    def __enter__(self) -> BareHop:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._orders.send("")
+        self._receiver.join()
+        self._orders.close()
+        self._listener.close()
+        os.close(self._source)
+
+    def copy(self, memory: str) -> dict[str, float]:
+        """``new`` memory, as a file that was not there; or ``used``, a file of the same size. GB/s from the receiver's
+        connecting to its last byte, and CPU seconds of its process for a GB."""
+        self._orders.send(memory)
+        peer, _ = self._listener.accept()
+        with peer:
             done = 0
-            while count := peer.recv_into(buffer):
-                done += os.pwrite(file.fileno(), buffer[:count], done)
-            seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-        sender.join()
-        assert done == size
+            while done < self._size:
+                done += os.sendfile(peer.fileno(), self._source, done, self._size - done)
+        seconds, cpu = self._orders.recv()
+        return {"gb_s": self._size / 1e9 / seconds, "cpu_s_gb": cpu / (self._size / 1e9)}
+
+
+def _receive(orders: Connection, address: tuple[str, int], target: Path) -> None:
+    buffer = memoryview(bytearray(PIECE_BYTES))
+    try:
+        while memory := orders.recv():
+            if memory == "new":
+                target.unlink(missing_ok=True)
+            began, cpu = time.perf_counter(), time.process_time()
+            with socket.create_connection(address) as peer:
+                file = os.open(target, os.O_RDWR | os.O_CREAT)
+                done = got = 0
+                while count := peer.recv_into(buffer[got:]):
+                    got += count
+                    if got == len(buffer):
+                        done, got = done + os.pwrite(file, buffer, done), 0
+                os.pwrite(file, buffer[:got], done)
+                os.close(file)
+            orders.send((time.perf_counter() - began, time.process_time() - cpu))
     finally:
-        source.unlink()
         target.unlink(missing_ok=True)
-        listener.close()
-    return {"gb_s": size / 1e9 / seconds, "cpu_s_gb": cpu / (size / 1e9)}
+
+
+async def hops(megabytes: int, rounds: int) -> dict[str, Any]:
+    """Bare hops and whole ones in turn, as other work on the machine comes and goes. Each round is a relay that starts
+    anew: its first two versions get new memory, the others that of those which were dropped."""
+    found: dict[str, dict[str, list[float]]] = {}
+
+    def keep(what: str, gb_s: float, cpu_s_gb: float) -> None:
+        rows = found.setdefault(what, {"gb_s": [], "cpu_s_gb": []})
+        rows["gb_s"].append(gb_s)
+        rows["cpu_s_gb"].append(cpu_s_gb)
+
+    loop = asyncio.get_running_loop()
+    weights = tensors(1, megabytes)
+    with BareHop(megabytes) as bare:
+        bare.copy("new")
+        for _ in range(rounds):
+            async with world(MEMORY, 1, megabytes=megabytes, chunk_mb=32, weights=lambda _: weights) as w:
+                for version in range(1, 5):
+                    memory = "new" if version <= 2 else "used"
+                    keep(f"bare, {memory} memory", **await asyncio.to_thread(bare.copy, memory))
+                    await w.transport.prepare(version)
+                    began, before = loop.time(), cpu_seconds(w)
+                    await w.transport.arrive(w.engines(), version)
+                    seconds = loop.time() - began
+                    await asyncio.sleep(0.05)  # what it still does afterwards is counted too
+                    size = (w.folder(0) / f"v{version}" / "model.safetensors").stat().st_size / 1e9
+                    keep(f"hop, {memory} memory", size / seconds, (cpu_seconds(w) - before) / size)
+    rows: dict[str, Any] = {
+        what: {"gb_s": _quartiles(row["gb_s"]), "cpu_s_gb": statistics.median(row["cpu_s_gb"])}
+        for what, row in found.items()
+    }
+    for memory in ("new", "used"):
+        hop, ceiling = (found[f"{kind}, {memory} memory"]["gb_s"] for kind in ("hop", "bare"))
+        rows[f"hop, {memory} memory"]["of_ceiling"] = statistics.median(hop) / statistics.median(ceiling)
+        rows[f"hop, {memory} memory"]["of_ceiling_in_turn"] = _quartiles(
+            [one / other for one, other in zip(hop, ceiling, strict=True)]
+        )
+    return rows
+
+
+def _quartiles(values: list[float]) -> dict[str, float]:
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": median, "quarter": low, "three_quarters": high, "best": max(values)}
 
 
 def memory_copy(megabytes: int) -> float:
@@ -258,6 +335,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="less of everything")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     parser.add_argument("--kills", type=int, default=10, metavar="N")
+    parser.add_argument("--add", action="store_true", help="add this run's hops to those in the file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", metavar="PART,…", help=", ".join(PARTS))
     args = parser.parse_args()
@@ -269,17 +347,13 @@ def main() -> None:
     found |= {"megabytes": megabytes, "cores": os.cpu_count()}
 
     if "hop" in wanted:
-        # In turn, as other work on the machine comes and goes.
-        bare, hops = [], []
-        for _ in range(1 if args.quick else 3):
-            bare.append(bare_copy(megabytes))
-            hops.append(asyncio.run(broadcast(1, megabytes, rounds, chunk_mb=32)))
-        ceiling = max(bare, key=lambda row: row["gb_s"]) | {"memory_gb_s": memory_copy(megabytes)}
-        hop = max(hops, key=lambda row: row["gb_s"])
-        found["ceiling"], found["hop"] = ceiling, hop | {"of_ceiling": hop["gb_s"] / ceiling["gb_s"]}
-        _show("ceiling", found["ceiling"])
-        _show("hop", found["hop"])
-        _judge(f"a hop reaches {found['hop']['of_ceiling']:.0%} of the ceiling", found["hop"]["of_ceiling"] >= 0.8)
+        row = asyncio.run(hops(megabytes, 2 if args.quick else 5)) | {"memory_gb_s": memory_copy(megabytes)}
+        found["hop"] = [*(found.get("hop", []) if args.add else []), row]
+        for what, value in row.items():
+            _show("hop", {what: value})
+        for memory in ("new", "used"):
+            share = row[f"hop, {memory} memory"]["of_ceiling"]
+            _judge(f"a hop into {memory} memory reaches {share:.0%} of a bare one", share >= 0.8)
     if "chain" in wanted:
         found["chain"] = [asyncio.run(broadcast(n, megabytes / 2, rounds, chunk_mb=8)) for n in (1, 2, 4, 8)]
         for row in found["chain"]:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import mmap
 import socket
 from contextlib import ExitStack, suppress
+from typing import BinaryIO
 
 import msgspec
 from aiohttp import WSMsgType, web
@@ -261,23 +263,25 @@ class Relay:
             version = await self._found(request, sock)
             if version is None:
                 await loop.sock_sendall(sock, frame(FetchReply()))
-            elif request.link == "nixl":
-                await self._give_by_nixl(sock, request.offset, version)
-            else:
+                return
+            with version.open() as file:  # at once, before it can be dropped and its memory get another
+                if request.link == "nixl":
+                    await self._give_by_nixl(sock, request.offset, version, file)
+                    return
                 await loop.sock_sendall(sock, frame(FetchReply(manifest=version.manifest)))
                 offset = request.offset
-                with version.open() as file:
-                    while (end := await self._more(version, offset)) > offset:
-                        offset += await loop.sock_sendfile(sock, file, offset, end - offset)
+                while (end := await self._more(version, offset)) > offset:
+                    offset += await loop.sock_sendfile(sock, file, offset, end - offset)
                 await self._end(sock, version)
         except (LinkBroken, OSError) as error:
             log.info("one that took from here has gone: %s", error)
 
-    async def _give_by_nixl(self, sock: socket.socket, offset: int, version: Incoming) -> None:
+    async def _give_by_nixl(self, sock: socket.socket, offset: int, version: Incoming, file: BinaryIO) -> None:
         loop = asyncio.get_running_loop()
         nixl.stay_local(self._data.getsockname()[0])
+        memory = mmap.mmap(file.fileno(), version.size)
         try:
-            shown = await asyncio.to_thread(nixl.Shown, version.map(), [(0, version.size)])
+            shown = await asyncio.to_thread(nixl.Shown, memory, [(0, version.size)])
         except LinkMissing as error:
             await loop.sock_sendall(sock, frame(FetchReply(error=str(error))))
             return
@@ -287,8 +291,6 @@ class Relay:
                 await loop.sock_sendall(sock, end.to_bytes(8, "little"))
                 offset = end
             await self._end(sock, version)
-            sock.shutdown(socket.SHUT_WR)
-            await loop.sock_recv(sock, 1)  # it closes the connection when it reads no more
         finally:
             shown.close()
 
@@ -300,11 +302,15 @@ class Relay:
         return max(start, end)
 
     async def _end(self, sock: socket.socket, version: Incoming) -> None:
-        """Send its checksums, as soon as they are here; nothing if they will not be."""
+        """Send its checksums, as soon as they are here; nothing if they will not be. Wait until the other side reads no
+        more, as the kernel sends from the file's own memory."""
+        loop = asyncio.get_running_loop()
         while version is self._incoming:
             await self._news.wait()
-        if self._has(version):
-            await asyncio.get_running_loop().sock_sendall(sock, frame(FetchEnd(checksums=version.checksums)))
+        if version.checksums:
+            await loop.sock_sendall(sock, frame(FetchEnd(checksums=version.checksums)))
+        sock.shutdown(socket.SHUT_WR)
+        await loop.sock_recv(sock, 1)
 
     async def _found(self, request: FetchReq, sock: socket.socket) -> Incoming | None:
         """The version, as soon as the first of it is here; None if it will not come, or not before newer ones. Orders

@@ -4,6 +4,9 @@
 embedded engine maps it. What is still on its way is in ``.v7.part`` and renamed when it is whole and every tensor has
 its checksum, so nobody ever sees half a version. A server that has a file open keeps it when its folder is dropped.
 
+A version that is dropped for one to come leaves its memory to it, as new pages cost about as much as all else that is
+done with a byte here. Only if nobody uses it any more: no taker of this relay's, no process that has it open or mapped.
+
 The folder belongs to one process at a time, which holds a lock on it. A lock ends with its process however that dies,
 so whatever unlocked folder is beside it under the same prefix is a dead relay's, and removed.
 """
@@ -11,11 +14,11 @@ so whatever unlocked folder is beside it under the same prefix is a dead relay's
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,6 +31,7 @@ from asyncrl.core.weight_file import NAME, lay_out
 
 PREFIX = "asyncrl-relay-"
 LOCK = "lock"
+OLD = ".old"
 
 
 class StoreError(Exception):
@@ -45,8 +49,9 @@ class Corrupt(Exception):
 class Incoming:
     """A version on its way: a file that is filled from its beginning on."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        """Raises ``NoRoom``."""
+    def __init__(self, folder: Path, manifest: Manifest, old: Incoming | None = None) -> None:
+        """In the memory of ``old``, if that is given: of the same size, unused, and no more after this. Raises
+        ``NoRoom``."""
         self.manifest = manifest
         self.layout = lay_out(manifest)
         self.size = self.layout.size
@@ -59,6 +64,14 @@ class Incoming:
         """The first tensor that is not complete."""
         self._sums = [0] * len(self.layout.places)
         """Each tensor's checksum, of what is there of it."""
+        self._readers = 0
+        if old is not None:
+            self._file = old._file
+            try:
+                old.folder.rename(folder)
+            except OSError as error:
+                raise self._no_room(error.strerror) from None
+            return
         space = os.statvfs(folder.parent)
         if self.size > (free := space.f_bavail * space.f_frsize):
             raise self._no_room(f"{free / 1e9:.2f} GB are free")
@@ -114,13 +127,33 @@ class Incoming:
             raise self._no_room(error.strerror) from None
         self.folder = target
 
-    def open(self) -> BinaryIO:
-        """To read what is there, and what comes; it stays readable when the version is dropped."""
-        return os.fdopen(os.dup(self._file), "rb")
+    @contextmanager
+    def open(self) -> Iterator[BinaryIO]:
+        """To read what is there, and what comes; it stays as it is when the version is dropped, until this is left."""
+        self._readers += 1
+        try:
+            with os.fdopen(os.dup(self._file), "rb") as file:
+                yield file
+        finally:
+            self._readers -= 1
 
-    def map(self) -> mmap.mmap:
-        """The same, as memory that others may read by RDMA."""
-        return mmap.mmap(self._file, self.size)
+    def is_unused(self) -> bool:
+        """Nobody reads it, here or in another process: only then the kernel grants a lease to write."""
+        if self._readers:
+            return False
+        try:
+            # Of another that opens it meanwhile a signal tells: not one that ends this process.
+            fcntl.fcntl(self._file, fcntl.F_SETSIG, signal.SIGURG)
+            fcntl.fcntl(self._file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            fcntl.fcntl(self._file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        except OSError:
+            return False
+        return True
+
+    def hide(self) -> None:
+        """No server finds it any more. Raises ``OSError``."""
+        (self.folder / manifests.FILE_NAME).unlink()
+        self.folder = self.folder.rename(self.folder.with_name(OLD))
 
     def close(self) -> None:
         os.close(self._file)
@@ -139,6 +172,8 @@ class Store:
         """``memory`` is the shared memory's mount (``/dev/shm``). Raises ``StoreError``."""
         self.folder = memory / f"{PREFIX}{name}"
         self._versions: dict[int, Incoming] = {}
+        self._old: Incoming | None = None
+        """Was dropped, and is out of sight, but has memory for one to come."""
         try:
             everyone = os.open(memory, os.O_RDONLY)
         except OSError as error:
@@ -175,13 +210,24 @@ class Store:
 
     def begin(self, manifest: Manifest) -> Incoming:
         """Raises ``NoRoom``."""
-        return Incoming(self.folder / f".v{manifest.version}.part", manifest)
+        folder = self.folder / f".v{manifest.version}.part"
+        old, self._old = self._old, None
+        if old is not None:
+            if old.size == lay_out(manifest).size and old.is_unused():
+                try:
+                    return Incoming(folder, manifest, old)
+                except NoRoom:
+                    self.discard(old)
+                    raise
+            self.discard(old)
+        return Incoming(folder, manifest)
 
     def complete(self, incoming: Incoming, checksums: Mapping[str, int]) -> None:
         """Raises ``NoRoom`` or ``Corrupt``."""
         version = incoming.manifest.version
         incoming.complete(checksums, self.folder / f"v{version}")
         self._versions[version] = incoming
+        self._drop_old()
 
     def discard(self, incoming: Incoming) -> None:
         """What is not complete and will not be."""
@@ -189,8 +235,21 @@ class Store:
         shutil.rmtree(incoming.folder, ignore_errors=True)
 
     def drop_all_but(self, versions: tuple[int, ...]) -> None:
-        for version in self._versions.keys() - set(versions):
-            self.discard(self._versions.pop(version))
+        """Those that are not here yet may take the place of one that is dropped."""
+        dropped = [self._versions.pop(version) for version in sorted(self._versions.keys() - set(versions))]
+        if self._versions.keys() >= set(versions):
+            self._drop_old()
+        elif dropped and self._old is None:
+            with suppress(OSError):
+                dropped[0].hide()
+                self._old = dropped.pop(0)
+        for version in dropped:
+            self.discard(version)
+
+    def _drop_old(self) -> None:
+        old, self._old = self._old, None
+        if old is not None:
+            self.discard(old)
 
 
 def _remove_if_dead(folder: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
 import random
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -16,13 +14,13 @@ import msgspec
 import pytest
 from safetensors.numpy import load_file
 
-from asyncrl.core.manifest import Manifest, TensorInfo
+from asyncrl.core.manifest import Manifest
 from asyncrl.core.weight_file import lay_out
 from asyncrl.weights import link
 from asyncrl.weights.link import LinkBroken, connect, exactly, frame, receive
 from asyncrl.weights.outlet import Outlet
 from asyncrl.weights.relay import Relay
-from asyncrl.weights.store import NoRoom, Store, StoreError
+from asyncrl.weights.store import Store
 from asyncrl.wire import FetchEnd, FetchReply, FetchReq, RelayOrders
 
 from .relays import PlayedTrainer, tensors
@@ -333,63 +331,31 @@ async def test_nonsense_on_the_data_port_harms_nobody(tmp_path: Path) -> None:
                     assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""
 
 
-# --- the store
+async def test_a_slow_taker_gets_the_version_it_asked_for_though_newer_ones_have_come(tmp_path: Path) -> None:
+    """What the kernel has taken to send it are still pages of the file."""
+    (first, file), (second, newer), (third, newest) = [await published(version) for version in (1, 2, 3)]
+    sources = [
+        Source(first, lambda n, offset: file[offset:]),
+        Source(second, lambda n, offset: newer[offset:]),
+        Source(third, lambda n, offset: newest[offset:]),
+    ]
+    loop = asyncio.get_running_loop()
+    async with relay(tmp_path, *sources) as one:
 
+        async def take(version: int, *before: int) -> None:
+            address = sources[version - 1].address
+            one.obey(RelayOrders(run="r", sources=(address,), versions=(version, *before)))
+            await until(lambda: version in one.state().versions)
 
-def test_a_folder_belongs_to_one_relay(tmp_path: Path) -> None:
-    with Store(tmp_path, "1"):
-        with pytest.raises(StoreError, match="asyncrl-relay-1 belongs to a relay that runs; choose another --port"):
-            Store(tmp_path, "1")
-        with Store(tmp_path, "2"):
-            assert len(list(tmp_path.iterdir())) == 2
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_a_dead_relay_left_is_removed(tmp_path: Path) -> None:
-    for name in ("1", "7"):
-        (tmp_path / f"asyncrl-relay-{name}" / "v3").mkdir(parents=True)
-        (tmp_path / f"asyncrl-relay-{name}" / ".v4.part").mkdir()
-    (tmp_path / "somebody-elses").touch()
-    with Store(tmp_path, "1") as store:
-        assert store.versions == []
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["asyncrl-relay-1", "somebody-elses"]
-
-
-def test_what_cannot_fit_is_refused_before_its_first_byte(tmp_path: Path) -> None:
-    huge = TensorInfo(name="a", shape=(2**50,), dtype="float32")
-    with Store(tmp_path, "1") as store:
-        with pytest.raises(
-            NoRoom, match=r"no room for version 9 \(4503\d+\.\d+ GB\) in .*asyncrl-relay-1: .* GB are free"
-        ):
-            store.begin(Manifest(version=9, tensors=(huge,)))
-        assert [path.name for path in store.folder.iterdir()] == ["lock"]
-
-
-def test_memory_that_runs_full_in_mid_version_is_one_line_and_keeps_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    infos = (TensorInfo(name="a", shape=(1024,), dtype="float32"),)
-    with Store(tmp_path, "1") as store:
-        incoming = store.begin(Manifest(version=9, tensors=infos))
-        file = memoryview(incoming.layout.header + bytes(4096))
-        incoming.write(file[:2000])
-
-        def full(*_: object) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        monkeypatch.setattr(os, "pwrite", full)
-        with pytest.raises(NoRoom, match=r"no room for version 9 .*: No space left on device; make room there"):
-            incoming.write(file[2000:])
-        monkeypatch.undo()
-        assert incoming.received == 2000
-        incoming.write(file[2000:])
-        store.complete(incoming, {"a": 0})
-        assert store.versions == [9]
-
-
-def test_a_memory_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"--memory .*nowhere: No such file or directory; name a folder"):
-        Store(tmp_path / "nowhere", "1")
+        await take(1)
+        with await connect(f"127.0.0.1:{one.state().data_port}") as sock:
+            await loop.sock_sendall(sock, frame(FetchReq(run="r", version=1, offset=0)))
+            assert frame(await receive(sock, FetchReply)) == opening(first)
+            await take(2, 1)
+            await take(3, 2)
+            check_loads(tmp_path, 3)
+            assert await exactly(sock, len(file)) == file
+            assert await receive(sock, FetchEnd) == FetchEnd(checksums=dict(first.checksums))
 
 
 # --- the trainer's end
