@@ -66,7 +66,7 @@ class Incoming:
         """Each tensor's checksum, of what is there of it."""
         self._readers = 0
         if old is not None:
-            self._file = old._file
+            self._file: int = old._file
             try:
                 old.folder.rename(folder)
             except OSError as error:
