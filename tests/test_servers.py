@@ -191,6 +191,22 @@ async def test_a_server_that_is_killed_by_name_is_started_again(tmp_path: Path) 
         assert "server 1 was killed by signal 9" in f.notes[0]
 
 
+async def test_what_sglang_leaves_among_temporary_files_goes_with_each_server(tmp_path: Path) -> None:
+    script = 'touch "$TMPDIR/socket"\necho "folder $TMPDIR $TORCHINDUCTOR_CACHE_DIR"\nexec sleep 60'
+    async with fleet(tmp_path, script, count=2, restart_backoff_s=0.01) as f:
+        await f.servers.start()
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(f.servers.watch())
+            await until(lambda: bool(f.said(0, "folder") and f.said(1, "folder")))
+            [killed, compiled], [stopped, _] = (f.said(i, "folder")[0].split() for i in range(2))
+            assert Path(killed, "socket").exists() and not Path(compiled).is_relative_to(killed)
+            f.servers.kill("server 0")
+            await until(lambda: not Path(killed).exists() and len(f.said(0, "folder")) == 2)
+            watching.cancel()
+    assert not Path(stopped).exists()
+    assert not Path(f.said(0, "folder")[1].split()[0]).exists()
+
+
 async def test_servers_are_added_and_retired_while_others_run(tmp_path: Path) -> None:
     async with fleet(tmp_path, HELLO + "exec sleep 60", count=2, restart_backoff_s=0.0) as f:
         await f.servers.start()
