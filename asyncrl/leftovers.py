@@ -11,7 +11,7 @@ whoever writes there is gone:
     look                 now: the sessions are about to be ended
 
 What a session maps is looked up soon after its start, then less often, and can be known only while it lives.
-Folders in ``/dev/shm`` are others' (relays have theirs). Linux.
+Folders in ``/dev/shm`` are others', but for those that are named. Linux.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIRST_LOOK_S = 0.5
 MOST_S = 10.0
 """Between two looks, each of which waits twice as long as the one before."""
 GONE_S = 10.0
-"""How long the rest of a session may take to end after its first process."""
+"""How long the rest of a session may take to end after its first process, and who uses a folder after the end."""
 MEMORY = "/dev/shm"
 _FILE = re.compile(rb" (\d+) +/dev/shm/[^/\n]+$", re.MULTILINE)
 """The inode: a semaphore is mapped before it has its name."""
@@ -150,8 +150,12 @@ class _Keeper:
             for session in self._sessions.values():
                 if session.next_look <= time.monotonic():
                     session.look()
+        deadline = time.monotonic() + GONE_S
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
+            while os.path.exists(folder) and time.monotonic() < deadline:  # who writes there is only about to end
+                time.sleep(0.02)
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _until_look(self) -> float | None:
         looks = [session.next_look for session in self._sessions.values()]

@@ -20,8 +20,9 @@ from typing import TypeVar
 
 from asyncrl.access import VARIABLE, gloo_interface
 from asyncrl.config import Recipe
-from asyncrl.leftovers import Leftovers
+from asyncrl.leftovers import MEMORY, Leftovers
 from asyncrl.processes import Child, ChildError, free_port
+from asyncrl.weights.store import PREFIX
 
 T = TypeVar("T")
 
@@ -49,6 +50,7 @@ class LocalProcesses(ABC):
         self._grown = asyncio.Event()
         self._retired: dict[str, None] = {}
         """Names of those that are not started again."""
+        self._outliving: Leftovers | None = None
         self.urls: list[str] = []
         for place in places:
             self._place(place)
@@ -106,9 +108,21 @@ class LocalProcesses(ABC):
                     group.create_task(self._keep(index))
 
     async def stop(self) -> None:
+        if self._outliving is not None:
+            self._outliving.look()
         async with asyncio.TaskGroup() as group:
             for child in self._children.values():
                 group.create_task(child.stop())
+        if self._outliving is not None:
+            await asyncio.to_thread(self._outliving.close)
+            self._outliving = None
+
+    @property
+    def _leftovers(self) -> Leftovers:
+        """Of what tidies nothing up: SGLang, and relays that are killed with this process."""
+        if self._outliving is None:
+            self._outliving = Leftovers()
+        return self._outliving
 
     def owns(self, index: int) -> bool:
         """Whether that one is started here."""
@@ -168,6 +182,7 @@ class LocalRelays(LocalProcesses):
         super().__init__(recipe, weights.relay_urls or [""] * count, logs=logs, note=note, token=token)
 
     async def _start(self, index: int) -> Child:
+        self._leftovers.folder(Path(MEMORY, f"{PREFIX}{self._ports[index]}"))
         command = [sys.executable, "-m", "asyncrl.weights.relay_main", "--port", str(self._ports[index])]
         command += ["--chunk-mb", str(self._recipe.weights.chunk_mb), "--log-level", "warning"]
         return await Child.start(
@@ -190,16 +205,6 @@ class LocalServers(LocalProcesses):
         engine = recipe.engine
         places = engine.urls or [""] * engine.count if places is None else places
         super().__init__(recipe, places, logs=logs, note=note, token=token)
-        self._leftovers: Leftovers | None = None
-        """Of SGLang, which tidies nothing up."""
-
-    async def stop(self) -> None:
-        if self._leftovers is not None:
-            self._leftovers.look()
-        await super().stop()
-        if self._leftovers is not None:
-            await asyncio.to_thread(self._leftovers.close)
-            self._leftovers = None
 
     async def _start(self, index: int) -> Child:
         engine = self._recipe.engine
@@ -220,8 +225,6 @@ class LocalServers(LocalProcesses):
         except BaseException:
             shutil.rmtree(folder)
             raise
-        if self._leftovers is None:
-            self._leftovers = Leftovers()
         self._leftovers.session(child.pid, folder)
         return child
 

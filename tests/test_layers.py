@@ -37,6 +37,7 @@ WORLDS = 4
 SAME_LEVEL = {
     ("servers", "processes"): "a local server is a child process",
     ("servers", "leftovers"): "SGLang tidies nothing up",
+    ("servers", "weights.store"): "where a relay keeps its weights, which one that is killed leaves there",
     ("envs", "leftovers"): "nor does a forkserver whose parent is killed",
     ("loading", "envs.single_turn"): "a reward function is played in the environment for single turns",
     ("loading", "runtime.reward"): "the type of a reward function",
