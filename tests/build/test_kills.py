@@ -8,6 +8,7 @@ goes on from each such state once.
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import sqlite3
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ import pytest
 from msgspec.structs import replace
 
 from asyncrl.build.virtual import simulated
-from asyncrl.config import Recipe, load_table
+from asyncrl.config import Recipe, RecipeError, load_table
 from asyncrl.core.advantage import Advantage
 from asyncrl.core.ledger import FINAL
 from asyncrl.core.types import Batch, Trajectory, flatten
@@ -312,3 +313,47 @@ def test_a_run_that_is_killed_again_and_again_comes_to_its_end(name: str, tmp_pa
     for kill in range(4):
         number = rng.randrange(len(life.disks))
         life = go_on(life, life.disks[number], tmp_path / f"kill {kill}", watched=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("asyncrl, multi-turn", recipe({"preset": "areal", "engine": {"count": 3}}, MULTI_TURN)),
+        ("sync, multi-turn", recipe({"preset": "roll-flash", "engine": {"count": 1}}, MULTI_TURN)),
+        ("staleflow, multi-turn", recipe({"preset": "staleflow", "engine": {"count": 1}}, MULTI_TURN)),
+        ("laminar, multi-turn", recipe({"preset": "laminar", "engine": {"count": 1}}, MULTI_TURN)),
+        ("laminar, multi-turn", recipe({"preset": "laminar", "engine": {"count": 3}}, MULTI_TURN)),
+        ("dora, multi-turn", recipe({"preset": "dora", "engine": {"count": 1}}, MULTI_TURN)),
+        ("dora, multi-turn", recipe({"preset": "dora", "engine": {"count": 3}}, MULTI_TURN)),
+    ],
+)
+def test_a_killed_run_goes_on_with_other_servers_and_presets(name: str, other: Recipe, tmp_path: Path) -> None:
+    whole = Life(RECIPES[name], tmp_path / "whole", watched=True)
+    for disk in random.Random(name).sample(whole.disks, 3):
+        disk.unpack(tmp_path / "again")
+        life = Life(other, tmp_path / "again", checkpoint=disk.checkpoint)
+        check(life, disk, whole)
+        assert all(went_on(life))
+        shutil.rmtree(tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (
+            {"preset": "dora"},
+            "staleness.control = window: the run that is to go on was begun with buffers; set it back",
+        ),
+        (
+            {"preset": "laminar", "staleness": {"control": "buffers", "bound": 1}},
+            'update.running = "drain" with engine.routing = "own_batch": no trajectory may have several versions',
+        ),
+    ],
+)
+def test_a_preset_that_cannot_go_on_with_what_is_there_is_refused(
+    table: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    whole = Life(RECIPES["staleflow"], tmp_path / "whole", watched=True)
+    whole.disks[-1].unpack(tmp_path / "again")
+    with pytest.raises(RecipeError, match=f"^{re.escape(said)}"):
+        Life(recipe(table), tmp_path / "again", checkpoint=whole.disks[-1].checkpoint)

@@ -81,12 +81,17 @@ def goes_on(run: Train) -> None:
     run.until(lambda: run.steps() >= steps + 2)
 
 
-def check_books(run: Train) -> None:
-    """Nothing is lost, and nothing was trained twice."""
+def consumed(run: Train) -> list[tuple[int, int]]:
+    """Of each step, how many groups it was given."""
     with closing(sqlite3.connect(run.run_dir / "run.db")) as db:
-        consumed = db.execute("SELECT step, count(*) FROM groups WHERE state = 'consumed' GROUP BY step").fetchall()
+        return db.execute("SELECT step, count(*) FROM groups WHERE state = 'consumed' GROUP BY step").fetchall()
+
+
+def check_books(run: Train, steps: int) -> None:
+    """Nothing is lost, and nothing was trained twice."""
+    assert consumed(run) == [(step, 4) for step in range(steps)]
+    with closing(sqlite3.connect(run.run_dir / "run.db")) as db:
         ends = dict(db.execute("SELECT state, count(*) FROM trajectories GROUP BY state"))
-    assert consumed == [(step, 4) for step in range(len(consumed))] and len(consumed) >= run.steps()
     assert ends == {state: n for state, n in run.summary["ledger"].items() if n and state != "reserved_ever"}
 
 
@@ -118,7 +123,7 @@ def test_a_run_goes_on_with_the_servers_that_it_had(
         assert run.wait() == 130, run.text()
         assert "Traceback" not in run.text()
         run.check_ended_cleanly()
-        check_books(run)
+        check_books(run, len(consumed(run)))
         assert outside.generate()["meta_info"]["completion_tokens"] == 3, "it goes on, and is not paused"
     finally:
         run.kill()
@@ -128,7 +133,7 @@ def test_a_run_goes_on_with_other_ranks_servers_transport_and_preset(
     train: Callable[..., Train], tiny_recipe: Path
 ) -> None:
     """And a rank is killed while the steps since the checkpoint are trained again, on more ranks than before."""
-    settings = set_("run.steps=100000", "run.eval_tasks=1", "preset=roll-flash")
+    settings = set_("run.steps=100000", "run.eval_tasks=1", "preset=roll-flash", "trainer.replay_steps=1000")
     run = train(*settings, *set_("trainer.ranks=1"))
     kill_controller(run, 12)
 
@@ -142,14 +147,13 @@ def test_a_run_goes_on_with_other_ranks_servers_transport_and_preset(
         assert [row.state for row in fleet(run)] == ["serves"]
         kill_controller(run, 0)  # and with it the relay, whose weights are then removed by somebody else
 
-        last = run.steps() + 3
+        last = len(consumed(run)) + 3
         run = Train(
             tiny_recipe, run.run_dir, *settings, *set_("trainer.ranks=1", "engine.count=3", f"run.steps={last}")
         )
         assert run.wait() == 0, run.text()
         assert "Traceback" not in run.text() and "starting 3 servers and 1 trainer ranks" in run.text()
         run.check_ended_cleanly()
-        check_books(run)
-        assert [row["version"] for row in run.lines("metrics.jsonl")] == list(range(1, last + 1))
+        check_books(run, last)
     finally:
         run.kill()
