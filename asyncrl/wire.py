@@ -168,9 +168,11 @@ class ModelInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ServerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """GET /server_info, the few fields that asyncrl reads. ``version`` is SGLang's (or asyncrl's, embedded)."""
+    """GET /server_info, the few fields that asyncrl reads. ``version`` is SGLang's (or asyncrl's, embedded),
+    ``model_path`` the folder that it was started with."""
 
     version: str = ""
+    model_path: str = ""
     max_running_requests: int | None = None
     max_total_num_tokens: int | None = None
     context_length: int | None = None

@@ -1,5 +1,5 @@
-"""Whether a server's model can take the weights that are trained. SGLang does not ask: given more layers than it has it
-ignores those, and tensors of other shapes end it."""
+"""Whether a server's model can take the weights that are trained. SGLang does not ask: tensors of other
+shapes end it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from asyncrl.wire import ModelInfo
+from asyncrl.wire import ModelInfo, ServerInfo
 
 SIZES = (
     *(
@@ -23,15 +23,17 @@ SIZES = (
 )
 
 
-def difference(model_type: str | None, folder: str, theirs: ModelInfo) -> str:
+def difference(model_type: str | None, folder: str, server: ServerInfo, theirs: ModelInfo) -> str:
     """What a server serves that is another model than the recipe's, of ``model_type`` in ``folder`` (None, empty: not
-    known); empty where nothing says so. Sizes are compared where the server's own folder can be read from here."""
+    known); empty where nothing says so. Sizes are compared where the folder that the server was started with can be
+    read from here: what it was given since may be weights alone, or gone."""
+    path = server.model_path or theirs.model_path
     if model_type is not None and theirs.model_type != model_type:
-        return f"serves a {theirs.model_type} model ({theirs.model_path}), the recipe trains a {model_type}"
-    ours, other = _config(folder), _config(theirs.model_path)
+        return f"serves a {theirs.model_type} model ({path}), the recipe trains a {model_type}"
+    ours, other = _config(folder), _config(path)
     for key in SIZES:
         if key in ours and key in other and ours[key] != other[key]:
-            return f"serves a model with {key} = {other[key]} ({theirs.model_path}), the recipe's has {ours[key]}"
+            return f"serves a model with {key} = {other[key]} ({path}), the recipe's has {ours[key]}"
     return ""
 
 

@@ -159,7 +159,7 @@ class SGLangEngine:
         except TimeoutError:
             limit = f"{timeout_s:g} s" if within_s else f"engine.connect_timeout_s ({timeout_s:g} s)"
             raise self._http.error(f"not ready within {limit}; {last or 'it does not answer'}") from None
-        if other := await asyncio.to_thread(difference, self._model_type, self._model_path, model):
+        if other := await asyncio.to_thread(difference, self._model_type, self._model_path, server, model):
             raise self._http.error(f"{other}; start it with the recipe's model.path")
         self.ranks, self._replicas = server.tp_size, server.dp_size * server.pp_size
         takes_kv = self._config.kv_reuse and self._config.kind == "embedded"

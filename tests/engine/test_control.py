@@ -248,9 +248,10 @@ async def test_a_model_of_another_size_is_refused_where_its_folder_can_be_read(
         (tmp_path / name / "config.json").write_text(json.dumps(table))
     engine = make(model_path=str(tmp_path / "ours"))
     for harmless in ("/srv/models/m", "org/name", str(tmp_path / "ours")):
-        server.control["/model_info"]["model_path"] = harmless
+        server.control["/server_info"]["model_path"] = harmless
         await engine.connect()
-    server.control["/model_info"]["model_path"] = str(tmp_path / "theirs")
+    server.control["/server_info"]["model_path"] = str(tmp_path / "theirs")
+    server.control["/model_info"]["model_path"] = "weights/that/are/gone"
     with pytest.raises(EngineError, match=said):
         await engine.connect()
 
