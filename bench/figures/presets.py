@@ -3,8 +3,9 @@
 Three workloads: short answers (RLVR), long-tailed ones (RLVR with long thoughts), and episodes of about twelve turns
 with an environment (agentic). A cluster of N GPUs trains batches that grow with N (weak scaling): 8, 8 and 2
 trajectories a GPU and step. The bound is 1 for all that have one; Laminar has none, and has the same number of
-environment slots, two batches; a second row gives it StaleFlow's buffers. Synchronous training takes turns on all GPUs
-with its servers, 20 s a step for it; all others split them: a half, a quarter and 3/8 of the GPUs train.
+environment slots, two batches; a second row gives it StaleFlow's buffers. What Laminar trains is up to 4 versions old and
+more, so ``asyncrl`` stands beside it with a bound of 3, too, and still two batches of slots. Synchronous training takes
+turns on all GPUs with its servers, 20 s a step for it; all others split them: a half, a quarter and 3/8 of the GPUs train.
 
 Of each run: trained tokens/s; the shares of time that a server has nothing to do and that the trainer waits; staleness
 of trained trajectories; and tokens that were prefilled though a server had computed them before, for each that was
@@ -115,6 +116,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "areal": {"preset": "areal", "staleness": {"bound": BOUND}},
     "staleflow": {"preset": "staleflow", "staleness": {"bound": BOUND}},
     "asyncrl": {"preset": "asyncrl", "staleness": {"bound": BOUND}},
+    "asyncrl, bound 3": {"preset": "asyncrl", "staleness": {"bound": 3}},
     "laminar": {"preset": "laminar"},
     "laminar, bound 1": {"preset": "laminar", "staleness": {"control": "buffers", "bound": BOUND}},
     "dora": {"preset": "dora", "staleness": {"bound": BOUND}},
@@ -212,9 +214,14 @@ def world(load: Workload, gpus: int, *, shared: bool = False) -> dict[str, Any]:
 
 def table(workload: str, gpus: int, system: dict[str, Any], *, seed: int = 0, measured: int = 0) -> dict[str, Any]:
     """A recipe. ``measured``: steps, in place of those of ``MEASURED``."""
+    steps = WARM_UP + (measured or MEASURED[gpus]) + _last(load_table(system))
     shared = system["preset"] == "sync"
-    steps = WARM_UP + (measured or MEASURED[gpus]) + (0 if shared else BOUND)
     return merge(world(WORKLOADS[workload], gpus, shared=shared), {"run": {"steps": steps}, "seed": seed}, system)
+
+
+def _last(recipe: Recipe) -> int:
+    """Steps at the end of a run for which nothing new is begun."""
+    return BOUND if recipe.staleness.limit is None else recipe.staleness.limit
 
 
 class Counts(Lines):
@@ -232,7 +239,7 @@ class Counts(Lines):
 
 
 def measured(recipe: Recipe) -> Measured:
-    """The steps between the filling of the pipeline and the last, for which nothing new is begun."""
+    """The steps between the filling of the pipeline and its running dry."""
 
     async def play() -> Counts:
         counts = Counts(recipe, asyncio.get_running_loop().time)
@@ -242,7 +249,7 @@ def measured(recipe: Recipe) -> Measured:
         return counts
 
     lines = run(play(), limit=1e8).lines
-    lines = lines[: len(lines) - (0 if recipe.staleness.limit == 0 else BOUND)]
+    lines = lines[: len(lines) - _last(recipe)]
     first, last, steady = lines[WARM_UP - 1], lines[-1], lines[WARM_UP:]
     seconds = last["time/at"] - first["time/at"]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from asyncrl.config import Recipe, load_table
 
@@ -34,10 +35,16 @@ def test_all_others_differ_by_their_columns_only_and_have_one_bound(script: Any)
         if name != "sync"
     }
     first = recipes["asyncrl"]
-    assert all(r.sim == first.sim and r.rollout == first.rollout and r.run == first.run for r in recipes.values())
+    assert all(r.sim == first.sim and r.rollout == first.rollout for r in recipes.values())
+    assert all(replace(r.run, steps=first.run.steps) == first.run for r in recipes.values())
     assert all(r.overlaps_update for r in recipes.values())
     limits = {name: r.staleness.limit for name, r in recipes.items()}
-    assert [name for name, limit in limits.items() if limit != presets.BOUND] == ["laminar"]
+    assert {name: limit for name, limit in limits.items() if limit != presets.BOUND} == {
+        "asyncrl, bound 3": 3,
+        "laminar": None,
+    }
+    steady = presets.WARM_UP + presets.MEASURED[64]
+    assert all(r.run.steps == steady + (1 if limits[name] is None else limits[name]) for name, r in recipes.items())
 
 
 def test_a_run_is_measured_between_the_filling_of_the_pipeline_and_its_last_steps(script: Any) -> None:
