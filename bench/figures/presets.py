@@ -42,6 +42,8 @@ WARM_UP = 3
 """Steps that fill the pipeline."""
 MEASURED = {16: 8, 64: 4, 256: 2, 1024: 2}
 """Steps that are measured, by GPUs."""
+MEASURED_AHEAD = {16: 8, 64: 8, 256: 8, 1024: 4}
+"""Of those that may be more than a step ahead: what they have in stock when the measurement begins weighs more."""
 SIZES = tuple(MEASURED)
 
 
@@ -213,10 +215,15 @@ def world(load: Workload, gpus: int, *, shared: bool = False) -> dict[str, Any]:
 
 
 def table(workload: str, gpus: int, system: dict[str, Any], *, seed: int = 0, measured: int = 0) -> dict[str, Any]:
-    """A recipe. ``measured``: steps, in place of those of ``MEASURED``."""
-    steps = WARM_UP + (measured or MEASURED[gpus]) + _last(load_table(system))
+    """A recipe. ``measured``: steps, in place of those of ``MEASURED`` and ``MEASURED_AHEAD``."""
+    steps = WARM_UP + (measured or _measured(system, gpus)) + _last(load_table(system))
     shared = system["preset"] == "sync"
     return merge(world(WORKLOADS[workload], gpus, shared=shared), {"run": {"steps": steps}, "seed": seed}, system)
+
+
+def _measured(system: dict[str, Any], gpus: int) -> int:
+    limit = load_table(system).staleness.limit
+    return (MEASURED_AHEAD if limit is None or limit > BOUND else MEASURED)[gpus]
 
 
 def _last(recipe: Recipe) -> int:
