@@ -40,11 +40,11 @@ def test_all_others_differ_by_their_columns_only_and_have_one_bound(script: Any)
     assert all(r.overlaps_update for r in recipes.values())
     limits = {name: r.staleness.limit for name, r in recipes.items()}
     assert {name: limit for name, limit in limits.items() if limit != presets.BOUND} == {
-        "asyncrl, bound 3": 3,
+        "asyncrl, bound 4": 4,
         "laminar": None,
     }
     assert {name: r.run.steps for name, r in recipes.items() if limits[name] != presets.BOUND} == {
-        "asyncrl, bound 3": 3 + 8 + 3,
+        "asyncrl, bound 4": 3 + 8 + 4,
         "laminar": 3 + 8 + 1,
     }
     assert recipes["asyncrl"].run.steps == 3 + 4 + 1
