@@ -35,9 +35,13 @@ class Members:
         self._store = store
         self._recipe = hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:16]
         members: list[int | str] = [*range(len(said))]
+        self.dropped: list[str] = []
+        """URLs that were added to a run whose recipe says other servers now."""
         if (note := notes.get(NOTE)) is not None:
             kept = msgspec.json.decode(str(note), type=_Kept)
-            if kept.recipe == self._recipe and kept.members:
+            if kept.recipe != self._recipe:
+                self.dropped = [member for member in kept.members if isinstance(member, str) and member]
+            elif kept.members:
                 members = kept.members
         self._members: dict[int, int | str] = dict(enumerate(members))
         self.places = [said[member] if isinstance(member, int) else member for member in members]

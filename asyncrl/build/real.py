@@ -335,6 +335,9 @@ async def train(
             gate.enter("servers, relays and trainer to be started")
             beside = [group.create_task(work()) for work in (render, lag.run, status.keep)]
             progress.note(f"starting {len(engines)} servers and {recipe.trainer.ranks} trainer ranks, logs in {logs}")
+            if members.dropped:
+                urls = ", ".join(members.dropped)
+                progress.note(f"engine.count or engine.urls has changed: {urls} not used, until added again")
             if gateway is not None:
                 await _listen(gateway, recipe)
             await relays.start()

@@ -53,7 +53,8 @@ def test_a_server_that_is_readmitted_is_there_again() -> None:
 def test_another_recipe_counts_for_more() -> None:
     notes = Notes()
     Members(recipe(count=2), {}, notes).added(2, "http://c:30000")
-    assert Members(recipe(count=4), notes.notes, notes).places == [""] * 4
+    other = Members(recipe(count=4), notes.notes, notes)
+    assert other.places == [""] * 4 and other.dropped == ["http://c:30000"]
     assert Members(recipe(count=2), notes.notes, notes).places == ["", "", "http://c:30000"]
 
 
