@@ -15,8 +15,9 @@ missing was chosen once, here, for all its figures:
   in the smallest and in the largest cluster of each model. That gives rate and s, for all systems.
 * **Lengths**: lognormal with median 3,000 and a 99th percentile ten times that (figure 2), cut at 16k. Tool calls:
   0 to 8 (the paper's limit) of 2 s on average, responses in as many parts.
-* **A Laminar server's batch** is its share of the global batch, at most the paper's 1,024 trajectories: figure 9's 512
-  for the setting of figure 15.
+* **A Laminar server's batch** is figure 9's 512 trajectories, where that is between one global batch for all servers
+  and two, else what is nearest, and at most the paper's 1,024. (Four, 512 for 32B on 512 GPUs, are up to 6 stale, more
+  than the paper ever saw; one does not fill the servers of the largest clusters.)
 * **AReaL** has 1,024 trajectories a server too, but at most those of five batches: its staleness bound is 4, as in
   table 3, not the infinite one of §8.1, with which a simulated run would take dozens of steps to settle.
 * **verl** moves between training and generation in 10 s a step; its and the other baselines' weights come by a
@@ -49,7 +50,7 @@ BANDWIDTH_SHARE, PEAK_SHARE = 0.8, 0.5
 GROUPS, GROUP_SIZE = 512, 16
 BATCH = GROUPS * GROUP_SIZE
 PROMPT, PROMPT_LIMIT, RESPONSE_LIMIT = 200, 2_000, 16_384
-CONCURRENCY = 1024
+CONCURRENCY, OWN_BATCH = 1024, 512
 MEDIAN, TAILNESS = 3_000.0, 76.1
 LENGTHS = LogNormal(mean=MEDIAN * math.exp(0.5 * (0.013 * TAILNESS) ** 2), tailness=TAILNESS)
 CALLS, CALL_S = 8, 2.0
@@ -96,7 +97,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 }
 
 
-SCALES = {("7B", 64): 8, ("32B", 128): 4, ("72B", 1024): 8}
+SCALES = {("7B", 64): 8, ("32B", 128): 8, ("72B", 256): 8, ("72B", 1024): 8}
 """By which a cluster and its batch are divided, so that Laminar has at least two servers; 16 for others."""
 
 
@@ -163,7 +164,10 @@ def world(
     width = servers_of(system, model)
     servers = max(1, round(serves / width / scale))
     batch = BATCH // scale
-    slots = {"AReaL": min(CONCURRENCY * servers, 5 * batch), "Laminar": min(CONCURRENCY * servers, batch)}
+    slots = {
+        "AReaL": min(CONCURRENCY * servers, 5 * batch),
+        "Laminar": min(CONCURRENCY * servers, max(batch, min(OWN_BATCH * servers, 2 * batch))),
+    }
     weights = MODELS[f"qwen2.5-{model.lower()}"].parameters * WEIGHT_BYTES / 1e9
     cost, (rate, exponent) = roofline(model, width), training(model)
     ahead = AHEAD.get(system, 1)
@@ -241,8 +245,8 @@ class Watched(Lines):
         self.generated: list[tuple[float, float, int, int]] = []
         """Begin, end, prompt and new tokens of every stay on a server."""
         self.trained: list[float] = []
-        self.pulls: list[float] = []
-        """Seconds of every server's update."""
+        self.pulls: list[tuple[float, float]] = []
+        """Begin and seconds of every server's update."""
         self.moved: list[tuple[float, int]] = []
         """Seconds and requests of every repack of a server."""
         self.episodes: dict[int, list[tuple[float, float]]] = defaultdict(list)
@@ -256,7 +260,7 @@ class Watched(Lines):
         elif name == "train":
             self.trained.append(end)
         elif name == "update":
-            self.pulls.append(end - start)
+            self.pulls.append((start, end - start))
         elif name == "migrate":
             self.moved.append((end - start, args["requests"]))
         elif name == "episode" and args["outcome"] == "done":

@@ -7,8 +7,8 @@ from when it begins to pull until it has the weights. The best case is weights t
 broadcast all servers wait until the last of them has got the weights, by the formula (core/transfer.py).
 
 The speeds of links are ours (laminar.py), so how the best case stands to the broadcast is an assumption; how near the
-mean is to the best case is not. A server's batch is one group of 8 here, so that 128 servers can be simulated. That is
-few, so that a repack leaves many servers empty, and these pull a version at once, while it is on its way to them.
+mean is to the best case is not. A server's batch is one group of 8 here, so that 128 servers can be simulated. Pulls
+count while there is something to begin: at the end of a run servers that have nothing take each version at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common import Point, main, merge
-from laminar import ARRIVAL_GB_S, PULL_GB_S, TENSOR_PARALLEL, watched, world
+from laminar import AHEAD, ARRIVAL_GB_S, PULL_GB_S, TENSOR_PARALLEL, watched, world
 from matplotlib.figure import Figure
 
 from asyncrl.config import WeightsModel, load_table
@@ -37,8 +37,15 @@ ASSUMPTION = (
 def table(model: str, gpus: int) -> dict[str, Any]:
     servers = gpus // 2 // TENSOR_PARALLEL[model]
     rollout = {"batch_groups": servers, "group_size": GROUP_SIZE, "num_envs": servers * GROUP_SIZE}
-    over = {"engine": {"count": servers}, "rollout": rollout, "run": {"steps": STEPS}}
+    over = {"engine": {"count": servers}, "rollout": rollout, "run": {"steps": STEPS + AHEAD["Laminar"]}}
     return merge(world(model=model, gpus=CLUSTER[model]), over)
+
+
+def pulls(model: str, gpus: int) -> list[float]:
+    """Seconds of each, in ``STEPS`` steps."""
+    result, seen = watched(table(model, gpus))
+    end = seen.start + result.steps[STEPS - 1]["time/at"]
+    return [seconds for begin, seconds in seen.pulls if begin < end]
 
 
 def broadcast(model: str, gpus: int) -> float:
@@ -75,7 +82,7 @@ def less(points: Sequence[Point]) -> list[Point]:
 
 def measure(quick: bool) -> list[Point]:
     cases = [("32B", 64)] if quick else [(model, gpus) for model in CLUSTER for gpus in SIZES]
-    points = [p for model, gpus in cases for p in compared(model, gpus, watched(table(model, gpus))[1].pulls)]
+    points = [p for model, gpus in cases for p in compared(model, gpus, pulls(model, gpus))]
     return [*less(points), *points]
 
 
@@ -84,16 +91,18 @@ def _point(name: str, paper: float | None, ours: float) -> Point:
 
 
 def draw(figure: Figure, points: list[Point]) -> None:
+    """Of the sizes that were run."""
     seconds = {p.point: p.ours for p in points}
     for axes, model in zip(figure.subplots(1, len(CLUSTER)), CLUSTER, strict=True):
+        sizes = [gpus for gpus in SIZES if f"{model} on {gpus} GPUs: mean, s" in seconds]
         for i, name in enumerate(("broadcast", "mean", "best")):
-            own = [seconds[f"{model} on {gpus} GPUs: {name}, s"] for gpus in SIZES]
+            own = [seconds[f"{model} on {gpus} GPUs: {name}, s"] for gpus in sizes]
             label = name if name == "broadcast" else f"relay, {name}"
-            axes.bar([at + 0.27 * (i - 1) for at in range(len(SIZES))], own, 0.25, label=label)
-        axes.set_xticks(range(len(SIZES)), [f"{gpus} GPUs" for gpus in SIZES])
+            axes.bar([at + 0.27 * (i - 1) for at in range(len(sizes))], own, 0.25, label=label)
+        axes.set_xticks(range(len(sizes)), [f"{gpus} GPUs" for gpus in sizes])
         axes.set_title(f"Qwen2.5-{model}", fontsize=10)
         axes.set_ylabel("seconds that a server waits")
-        axes.set_ylim(0, 1.2 * max(seconds[f"{model} on {gpus} GPUs: mean, s"] for gpus in SIZES))
+        axes.set_ylim(0, 1.2 * max(seconds[f"{model} on {gpus} GPUs: mean, s"] for gpus in sizes))
         axes.grid(alpha=0.3, axis="y")
     figure.axes[0].legend(fontsize=8, ncols=3, loc="upper left")
 

@@ -21,6 +21,11 @@ def test_clusters_are_split_as_in_table_2(script: Any) -> None:
             assert recipe.engine.count * recipe.sim.instance.gpus * scale == pytest.approx(serves, rel=0.05)
     laminar = load_table(worlds.world(model="32B", gpus=128, scale=1))
     assert (laminar.engine.count, laminar.rollout.num_envs) == (16, 8192), "512 trajectories a server, as in figure 9"
+    batches = {
+        (model, gpus): load_table(worlds.world(model=model, gpus=gpus, scale=1)).rollout.num_envs / worlds.BATCH
+        for model, gpus in (("7B", 16), ("7B", 256), ("32B", 512), ("72B", 1024))
+    }
+    assert list(batches.values()) == [1, 2, 2, 2], "at most two batches of the trainer"
     assert (laminar.engine.roofline_batch, laminar.batch_trajectories) == (185, 8192)
 
 
@@ -66,6 +71,7 @@ def tiny(script: Any) -> Any:
     fault = {"kind": "kill", "at_s": fig16.DIES_S, "for_s": fig16.OUTAGE_S - fig16.START_S}
     over = {
         "engine": {"count": 2, "max_total_tokens": 200_000},
+        "rollout": {"num_envs": 64},
         "run": {"steps": 14},
         "sim": {"faults": [fault], "instance": {"start_s": fig16.START_S}, "trainer": {"tokens_per_s": 1500.0}},
     }
@@ -82,7 +88,7 @@ def test_every_figure_of_a_tiny_run(script: Any, tiny: Any) -> None:
     assert all(share == pytest.approx(1) for share in shares.values())
     fig10.draw(Figure(), points)
 
-    pulls = fig14.compared("32B", 64, seen.pulls)
+    pulls = fig14.compared("32B", 64, [seconds for _, seconds in seen.pulls])
     by_name = {p.point: p.ours for p in fig14.less(pulls)}
     assert by_name["mean below the broadcast, at most"] < by_name["best below the broadcast, at most"]
     assert 0 < by_name["best below the broadcast, at most"] < 1, "both servers pull while the version is on its way"

@@ -26,6 +26,21 @@ from asyncrl.core.policy.repack import repack
 from asyncrl.core.policy.routing import RequestView
 
 
+class _Members:
+    """Of an unfinished group: trajectories that have had a turn, those under way (None: none has ended yet), and the
+    tokens of the last turn."""
+
+    __slots__ = ("begun", "playing", "tokens")
+
+    def __init__(self) -> None:
+        self.begun = self.tokens = 0
+        self.playing: int | None = None
+
+    @property
+    def under_way(self) -> int:
+        return self.begun if self.playing is None else min(self.begun, self.playing)
+
+
 class Batches:
     """Which unfinished groups each server has. ``slots`` are the trajectories that may run at once, ``members`` those
     of a group. A call costs O(1), but for a server whose weights were lost."""
@@ -40,10 +55,7 @@ class Batches:
         """Groups that the server's batch began with so far."""
         self._version: dict[str, int] = {}
         """What the server had, or was about to have, when it was last seen up."""
-        self._playing: dict[int, int] = {}
-        """Unfinished group → its trajectories that are under way."""
-        self._context: dict[int, int] = {}
-        """Unfinished group → tokens of its last turn that was seen."""
+        self._members_of: dict[int, _Members] = {}
         self._initial: Iterable[RequestView] = ()
         """Requests of groups that wait to begin."""
         self._failed: set[str] = set()
@@ -103,7 +115,7 @@ class Batches:
         if (owner := self._owner.get(group)) is not None:
             del self._groups[owner][group]
         self._owner[group] = load.name
-        self._playing.setdefault(group, self._members)
+        self._members_of.setdefault(group, _Members())
         self._groups.setdefault(load.name, {})[group] = None
         self._version[load.name] = load.promised
         load.groups += 1
@@ -142,32 +154,33 @@ class Batches:
 
     def _look(self, load: Load) -> None:
         """What the server has, and will have again when environments have answered: each trajectory that is with its
-        own is taken to be as long as the last of its group that was seen."""
+        own is taken to be as long as the last of its group that came from there."""
         running: Counter[int] = Counter()
         for request in load.requests.values():
             running[request.group] += request.slots
-            self.seen(request)
         for group in self._groups.get(load.name, ()):
-            acting = max(0, self._playing[group] - running[group])
+            members = self._members_of[group]
+            acting = max(0, members.under_way - running[group])
             load.acting += acting
-            load.acting_tokens += acting * self._context.get(group, 0)
+            load.acting_tokens += acting * members.tokens
         load.kv_peak = self._kv_peak.get(load.name, -1)
         self._kv_peak[load.name] = max(load.kv_peak, load.held)
 
-    def seen(self, request: RequestView) -> None:
+    def routed(self, request: RequestView) -> None:
         """A turn of an unfinished group."""
-        if request.group in self._owner:
-            self._context[request.group] = request.tokens
+        members = self._members_of[request.group]
+        members.tokens = request.tokens
+        if request.after < 0:
+            members.begun += request.slots
 
     def left(self, group: int, playing: int = 0) -> None:
         """So many trajectories of the group are under way."""
         if group not in self._owner:
             return
         if playing:
-            self._playing[group] = playing
+            self._members_of[group].playing = playing
             return
-        del self._groups[self._owner.pop(group)][group], self._playing[group]
-        self._context.pop(group, None)
+        del self._groups[self._owner.pop(group)][group], self._members_of[group]
 
 
 class OwnBatch:
@@ -220,7 +233,7 @@ class OwnBatch:
             batches.take(request.group, load, begins=begins)
             if begins and batches.begun(load.name) >= self._size:
                 self._open = [other for other in self._open if other is not load]
-        batches.seen(request)
+        batches.routed(request)
 
     def pull(self, request: RequestView, chosen: Load | None) -> Load | None:
         return None
