@@ -9,7 +9,7 @@
   knowing that the version is there. Against the ceiling, a bare hop by the same path: sendfile from memory, a socket,
   recv into a buffer of the relay's size, write to shared memory, by plain blocking calls and with no checks. Both by
   two processes, in turn, several times; the ratio is that of the medians. New memory, whose pages the kernel has to
-  find, and used memory, which a relay has from its third version on, are compared each with its own ceiling.
+  find, and used memory, that of a version that was dropped, are compared each with its own ceiling.
 * chain: 1 to 8 relays as fast as they can, and CPU seconds of all relays for each GB: cores bind it here.
 * paced: the same with links of 48 MB/s between relays, paced by the kernel, which leaves the cores idle enough to show
   the pipeline. The trainer's link is not paced.
@@ -84,7 +84,7 @@ class BareHop:
         os.close(self._source)
 
     def copy(self, memory: str) -> dict[str, float]:
-        """``new`` memory, as a file that was not there; or ``used``, a file of the same size. GB/s from the receiver's
+        """Into ``new`` memory, as one more file; or ``used``, that of the last one. GB/s from the receiver's
         connecting to its last byte, and CPU seconds of its process for a GB."""
         self._orders.send(memory)
         peer, _ = self._listener.accept()
@@ -98,13 +98,14 @@ class BareHop:
 
 def _receive(orders: Connection, address: tuple[str, int], target: Path) -> None:
     buffer = memoryview(bytearray(PIECE_BYTES))
+    files: list[Path] = []
     try:
         while memory := orders.recv():
             if memory == "new":
-                target.unlink(missing_ok=True)
+                files.append(target.with_name(f"{target.name}-{len(files)}"))
             began, cpu = time.perf_counter(), time.process_time()
             with socket.create_connection(address) as peer:
-                file = os.open(target, os.O_RDWR | os.O_CREAT)
+                file = os.open(files[-1], os.O_RDWR | os.O_CREAT)
                 done = got = 0
                 while count := peer.recv_into(buffer[got:]):
                     got += count
@@ -114,12 +115,15 @@ def _receive(orders: Connection, address: tuple[str, int], target: Path) -> None
                 os.close(file)
             orders.send((time.perf_counter() - began, time.process_time() - cpu))
     finally:
-        target.unlink(missing_ok=True)
+        for path in files:
+            path.unlink(missing_ok=True)
 
 
 async def hops(megabytes: int, rounds: int) -> dict[str, Any]:
-    """Bare hops and whole ones in turn, as other work on the machine comes and goes. Each round is a relay that starts
-    anew: its first two versions get new memory, the others that of those which were dropped."""
+    """Bare hops and whole ones in turn, as other work on the machine comes and goes. Each round is two processes that
+    start anew, and keep what they have until its end, so that neither gets pages that the other has just let go. A
+    relay's first three versions get new memory, the others that of those which were dropped. The very first of each is
+    not counted: it is for what a process does only once."""
     found: dict[str, dict[str, list[float]]] = {}
 
     def keep(what: str, gb_s: float, cpu_s_gb: float) -> None:
@@ -129,20 +133,21 @@ async def hops(megabytes: int, rounds: int) -> dict[str, Any]:
 
     loop = asyncio.get_running_loop()
     weights = tensors(1, megabytes)
-    with BareHop(megabytes) as bare:
-        bare.copy("new")
-        for _ in range(rounds):
-            async with world(MEMORY, 1, megabytes=megabytes, chunk_mb=32, weights=lambda _: weights) as w:
-                for version in range(1, 5):
-                    memory = "new" if version <= 2 else "used"
-                    keep(f"bare, {memory} memory", **await asyncio.to_thread(bare.copy, memory))
+    for _ in range(rounds):
+        with BareHop(megabytes) as bare:
+            async with world(MEMORY, 1, megabytes=megabytes, chunk_mb=32, keep=3, weights=lambda _: weights) as w:
+                for version in range(1, 7):
+                    memory = "new" if version <= 3 else "used"
+                    plain = await asyncio.to_thread(bare.copy, memory)
                     await w.transport.prepare(version)
                     began, before = loop.time(), cpu_seconds(w)
                     await w.transport.arrive(w.engines(), version)
                     seconds = loop.time() - began
                     await asyncio.sleep(0.05)  # what it still does afterwards is counted too
                     size = (w.folder(0) / f"v{version}" / "model.safetensors").stat().st_size / 1e9
-                    keep(f"hop, {memory} memory", size / seconds, (cpu_seconds(w) - before) / size)
+                    if version > 1:
+                        keep(f"bare, {memory} memory", **plain)
+                        keep(f"hop, {memory} memory", size / seconds, (cpu_seconds(w) - before) / size)
     rows: dict[str, Any] = {
         what: {"gb_s": _quartiles(row["gb_s"]), "cpu_s_gb": statistics.median(row["cpu_s_gb"])}
         for what, row in found.items()
