@@ -148,13 +148,16 @@ class KVCache:
 
     def rows_of(self, ids: list[int], beyond: int, forgotten: PrefixCache | None = None) -> torch.Tensor | None:
         """Rows (layers, 2, kv_heads, tokens, head_dim) of the longest prefix of ``ids`` that is here, or among what was
-        ``forgotten``; None if it has no more than ``beyond`` tokens. Nothing changes them any more."""
+        ``forgotten``, for another server; None if it has no more than ``beyond`` tokens. Nothing changes them any more.
+        Kept ones that go as a whole are the first that make room here: kept twice, they would cost others theirs."""
         prefixes = self._prefixes if forgotten is None else forgotten
-        count, source = prefixes.longest(key_of(ids))
-        count = min(count, len(ids) - 1)
+        shared, source = prefixes.longest(key_of(ids))
+        count = min(shared, len(ids) - 1)
         if count <= beyond:
             return None
         holder = prefixes[source]
+        if shared == len(source) // SIZE:
+            prefixes.given(source)
         if isinstance(holder, torch.Tensor):
             return holder[:, :, :, :count]
         arena, index = self._home[holder]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 import torch
@@ -45,16 +46,21 @@ class PrefixCache:
         self._keys: list[bytes] = []  # sorted
         self._holders: dict[bytes, Sequence | torch.Tensor] = {}
         # Of the tensors, those on the device and those in host memory, each least recently used first.
-        self._device: dict[bytes, None] = {}
-        self._host: dict[bytes, None] = {}
+        self._device: OrderedDict[bytes, None] = OrderedDict()
+        self._host: OrderedDict[bytes, None] = OrderedDict()
 
     def __getitem__(self, key: bytes) -> Sequence | torch.Tensor:
         """The holder, which is then the one used last."""
         for tier in (self._device, self._host):
             if key in tier:
-                del tier[key]
-                tier[key] = None
+                tier.move_to_end(key)
         return self._holders[key]
+
+    def given(self, key: bytes) -> None:
+        """Another server has these rows now: of the tensors this is the first to go."""
+        for tier in (self._device, self._host):
+            if key in tier:
+                tier.move_to_end(key, last=False)
 
     def longest(self, key: bytes) -> tuple[int, bytes]:
         """How many tokens ``key`` shares with the holder that shares most, and that one's key."""

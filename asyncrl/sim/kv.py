@@ -2,7 +2,8 @@
 
 A request that came with its KV's source is not the server's before its KV is there, however long that takes; one
 transfer after another, as one link has to carry them. What the source holds is looked at when the request comes: of its
-version now, or of the one before for ``PAST_S``. It counts as given if the source can still be reached at the end.
+version now, or of the one before for ``PAST_S``. It counts as given if the source can still be reached at the end. What
+was given is the first that the source forgets when it needs room.
 
 No clock and no loop: the caller says what time it is. Times are the receiving server's.
 """
@@ -34,6 +35,9 @@ class Peer(Protocol):
 
     def held(self, version: int, tokens: bytes, limit: int) -> int:
         """How many of the first ``limit`` tokens it has KV of, computed by ``version``."""
+
+    def given(self, version: int, tokens: bytes) -> None:
+        """Another takes what it has of these."""
 
 
 class KvLink(Record, frozen=True, kw_only=True):
@@ -91,6 +95,7 @@ class Arrivals:
         tokens = source.held(to.version, data, limit)
         if tokens <= to.held(to.version, data, limit):
             return False
+        source.given(to.version, data)
         begins = max(now, self._coming[-1].ends) if self._coming else now
         ends = begins + self._link.token_s * tokens
         self._coming.append(Transfer(reply=reply, source=source, version=to.version, tokens=tokens, ends=ends))

@@ -48,7 +48,7 @@ class PrefixCache:
         self.size = 0
         self.locked = 0
         self._root = Node(None, bytearray(), 0, 0)
-        self._uses = 0
+        self._uses = self._given = 0
         self._nodes = 0
         self._unused: list[tuple[int, int, Node]] = []
         """Heap of leaves without locks, by last use; with stale entries."""
@@ -109,6 +109,15 @@ class PrefixCache:
         self._use(deepest)
         self._offer(deepest)
         return deepest
+
+    def given(self, data: bytes) -> None:
+        """Another server has ``data`` now: what it alone holds of it, and does not use, is the first to go."""
+        node = leaf = self.find(data, len(data) // ITEM)
+        self._given -= 1
+        while node.parent is not None and not node.locks and len(node.children) <= (node is not leaf):
+            node.used = self._given
+            node = node.parent
+        self._offer(leaf)
 
     def evict(self, tokens: int) -> None:
         """Forget ``tokens`` tokens that nobody uses, the least recently used first."""

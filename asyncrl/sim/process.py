@@ -282,12 +282,22 @@ class SimProcess:
     def answers(self) -> bool:
         return self._answering.is_set()
 
+    @property
+    def brought(self) -> int:
+        """Tokens whose KV came from other servers."""
+        return self._arrivals.taken
+
     def held(self, version: int, tokens: bytes, limit: int) -> int:
         """How many of the first ``limit`` tokens it has KV of, computed by ``version``."""
         self._book()
         if version == self.version:
             return self._server.held(tokens, limit)
         return self._arrivals.past(version, tokens, limit, self._clock())
+
+    def given(self, version: int, tokens: bytes) -> None:
+        """Another server takes what it has of these, computed by ``version``."""
+        if version == self.version:
+            self._server.given(tokens)
 
     def _arrive(self, reply: Reply, kv_from: str) -> None:
         """It is the server's now, or when its KV has come."""

@@ -200,6 +200,11 @@ class Server(Generic[S]):
         """How many of the first ``limit`` tokens need no prefill."""
         return self._cache.find(tokens, limit).end if self._cache else 0
 
+    def given(self, tokens: bytes) -> None:
+        """Another server took their KV, and goes on with them."""
+        if self._cache:
+            self._cache.given(tokens)
+
     def hold(self, tokens: bytes) -> None:
         """KV that another server computed is there for those who come."""
         if self._cache:

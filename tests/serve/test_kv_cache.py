@@ -95,3 +95,19 @@ def test_memory_of_an_empty_cache_is_bounded(folder: Path) -> None:
             cache.remove(s)
     assert len(cache) == 0
     assert sum(arena.capacity for arena in cache.arenas) <= 2 * 1000
+
+
+def test_rows_that_another_server_took_are_the_first_to_go(folder: Path) -> None:
+    cache = KVCache(
+        read_spec(folder), context_length=CONTEXT, max_tokens=1000, dtype=torch.float32, device=torch.device("cpu")
+    )
+    first, second = ([i] * 8 for i in range(2))
+    for ids in (first, second):
+        cache.insert(ids, torch.zeros(1, 2, 1, 8, 1))
+    assert cache.rows_of([*second[:4], 9, 9], 0) is not None, "a part of them, which is needed here as well"
+    cache.trim(8)
+    assert (cache.held([*first, 9]), cache.held([*second, 9])) == (0, 8)
+    cache.insert(first, torch.zeros(1, 2, 1, 8, 1))
+    assert cache.rows_of([*first, 9], 0) is not None
+    cache.trim(8)
+    assert (cache.held([*first, 9]), cache.held([*second, 9])) == (0, 8)

@@ -41,6 +41,18 @@ async def dialogue(client: Client, ids: list[int], tokens: int = 6) -> tuple[dic
 # --- the search
 
 
+def test_what_was_given_goes_first() -> None:
+    cache = PrefixCache()
+    keys = [key_of([i, i, i]) for i in range(3)]
+    for key in keys:
+        cache.add(key, torch.zeros(1, 2, 1, 3, 1))
+    cache.given(keys[1])
+    cache.trim(6)
+    assert [cache.longest(key)[0] for key in keys] == [3, 0, 3]
+    cache.trim(3)
+    assert [cache.longest(key)[0] for key in keys] == [0, 0, 3]
+
+
 short = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 
 

@@ -26,7 +26,7 @@ class Tree(RuleBasedStateMachine):
         self.cache = PrefixCache()
         self.held: dict[Tokens, int] = {}
         self.locks: list[tuple[Tokens, Node]] = []
-        self.uses = 0
+        self.uses = self.given = 0
 
     def use(self, tokens: Tokens) -> None:
         self.uses += 1
@@ -62,6 +62,18 @@ class Tree(RuleBasedStateMachine):
         self.cache.insert(node, data(more))
         self.cache.unlock(node)
         self.use(tokens + more)
+
+    @rule(tokens=few)
+    def give(self, tokens: Tokens) -> None:
+        """Another server takes it: what no other branch has of it goes first."""
+        self.cache.given(data(tokens))
+        self.given -= 1
+        end = max(n for n in range(len(tokens) + 1) if n == 0 or tokens[:n] in self.held)
+        for n in range(end, 0, -1):
+            behind = [p for p in self.held if len(p) == n + 1 and p[:n] == tokens[:n]]
+            if len(behind) > (n < end) or tokens[:n] in self.in_use():
+                break
+            self.held[tokens[:n]] = self.given
 
     @rule(share=st.floats(0, 1))
     def evict(self, share: float) -> None:

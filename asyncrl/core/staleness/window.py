@@ -25,7 +25,9 @@ k = 0: none is left behind the window. ∎ Consumption asserts both.
 
 **Theorem (certain).** A finished group with the deadline n stands in the next batch, behind those with this deadline
 that ended before it and no others. Proof. None has an earlier deadline, what starts from now on ends later, and D(0) is
-at most B. ∎ Nothing like it holds for later deadlines: older versions go on taking groups.
+at most B. ∎ Nothing like it holds for later deadlines: versions with the deadline n may go on taking groups, up to B of
+them, whatever has ended of newer ones. To close them before would win little: servers that are kept busy are ahead by
+the whole window, and a batch is the oldest version's (mean staleness τ in bench/figures/dora_fig10.py).
 
 C1, one version for all tokens of a trajectory, is what the servers see to (core/policy/streaming.py); it is asserted
 where a trajectory ends.
