@@ -110,14 +110,15 @@ def test_a_conversation_leaves_its_server_where_its_kv_goes_along() -> None:
     """As above; the KV of a token takes a tenth of what its prefill does. What ``b`` has lost cannot be brought."""
     turn = RequestView(id=1, v_traj=0, after=0, tokens=4_000, home="b", prefix=3_990)
     busy = [RequestView(id=900 + i, v_traj=0, tokens=4_000) for i in range(10)]
-    for kv_token_s, state, expected in (
-        (COST.k5 / 10, {}, "a"),
-        (COST.k5, {}, "b"),
-        (COST.k5 / 10, {"up": False}, "c"),
-    ):
-        fleet = [server("a", 0), server("b", 0, busy, **state), server("c", 1)]
-        best = routed(fleet, [turn], {}, mu=1.0, mean_new_tokens=10.0, kv_token_s=kv_token_s)
-        assert best == [("a" if state else expected, 1)], (kv_token_s, state)
+    for kv_token_s, expected in ((COST.k5 / 10, "a"), (COST.k5, "b")):
+        fleet = [server("a", 0), server("b", 0, busy)]
+        assert routed(fleet, [turn], {}, mu=1.0, mean_new_tokens=10.0, kv_token_s=kv_token_s) == [(expected, 1)]
+    loads = loads_of([server("a", 0), server("b", 0), server("c", 1)])
+    prefixes = Prefixes(COST, loads, COST.k5 / 10)
+    seconds = [prefixes.seconds(turn, load) / COST.k5 for load in loads]
+    assert seconds == pytest.approx([10 + 399, 10, 4_000])
+    down = Prefixes(COST, loads_of([server("a", 0), server("b", 0, up=False)]), COST.k5 / 10)
+    assert down.seconds(turn, loads[0]) == COST.k5 * 4_000, "nobody has it"
 
 
 @given(
@@ -179,7 +180,7 @@ def test_what_waits_waits_for_staleness_or_for_servers_that_are_busy(
 ) -> None:
     """No server that has room and may serve the first of those that wait."""
     loads, admission = loads_of(instances), Admission(lambda v: room.get(v, 0))
-    router = Waterfall(loads, admission, cost=COST, mu=mu, mean_new_tokens=mean_new_tokens)
+    router = Waterfall(loads, admission, prefixes=Prefixes(COST, loads), mu=mu, mean_new_tokens=mean_new_tokens)
     gone = {request.id for request, _ in route(router, Queue(levels(waiting)), admission)}
     left = [r for r in Queue(levels(waiting)) if r.id not in gone]
     for load in loads if left else []:
@@ -195,4 +196,4 @@ def test_what_waits_waits_for_staleness_or_for_servers_that_are_busy(
 @pytest.mark.parametrize("mu", [-0.1, 1.01])
 def test_a_threshold_that_is_no_share_is_refused(mu: float) -> None:
     with pytest.raises(ValueError, match="mu"):
-        Waterfall([], Admission(lambda v: 0), cost=COST, mu=mu, mean_new_tokens=1.0)
+        Waterfall([], Admission(lambda v: 0), prefixes=Prefixes(COST, []), mu=mu, mean_new_tokens=1.0)
