@@ -87,7 +87,7 @@ class _Session:
         self.next_look = time.monotonic() + self.wait_s
         self.wait_s = min(MOST_S, 2 * self.wait_s)
         inodes = set[int]().union(*map(_mapped, self._members()))
-        with os.scandir(MEMORY) as files:
+        with contextlib.suppress(FileNotFoundError), os.scandir(MEMORY) as files:  # a machine without
             self.shared |= {file.path: file.inode() for file in files if file.inode() in inodes}
 
     def remove(self) -> None:
