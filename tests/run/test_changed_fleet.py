@@ -25,7 +25,7 @@ from .conftest import Train
 from .test_resume import kill_controller
 from .test_train import set_
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 
 class Outside:
@@ -151,7 +151,7 @@ def test_a_run_goes_on_with_other_ranks_servers_transport_and_preset(
         run = Train(
             tiny_recipe, run.run_dir, *settings, *set_("trainer.ranks=1", "engine.count=3", f"run.steps={last}")
         )
-        assert run.wait() == 0, run.text()
+        assert run.wait(600) == 0, run.text()
         assert "Traceback" not in run.text() and "starting 3 servers and 1 trainer ranks" in run.text()
         run.check_ended_cleanly()
         check_books(run, last)
