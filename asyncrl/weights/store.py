@@ -6,6 +6,7 @@ its checksum, so nobody ever sees half a version. A server that has a file open 
 
 A version that is dropped for one to come leaves its memory to it, as new pages cost about as much as all else that is
 done with a byte here. Only if nobody uses it any more: no taker of this relay's, no process that has it open or mapped.
+Otherwise a thread gives it back to the system, which takes about 0.1 s/GB: the relay must not fall silent for so long.
 
 The folder belongs to one process at a time, which holds a lock on it. A lock ends with its process however that dies,
 so whatever unlocked folder is beside it under the same prefix is a dead relay's, and removed.
@@ -18,7 +19,9 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,6 +35,7 @@ from asyncrl.core.weight_file import NAME, lay_out
 PREFIX = "asyncrl-relay-"
 LOCK = "lock"
 OLD = ".old"
+FREE = ".free-"
 
 
 class StoreError(Exception):
@@ -174,6 +178,10 @@ class Store:
         self._versions: dict[int, Incoming] = {}
         self._old: Incoming | None = None
         """Was dropped, and is out of sight, but has memory for one to come."""
+        self._thread = ThreadPoolExecutor(1, "free")
+        self._frees = count()
+        self._freed: Future[None] | None = None
+        """Done when all memory that was to be freed is."""
         try:
             everyone = os.open(memory, os.O_RDONLY)
         except OSError as error:
@@ -197,6 +205,7 @@ class Store:
 
     def __exit__(self, *_: object) -> None:
         self.drop_all_but(())
+        self._thread.shutdown()
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
 
@@ -220,7 +229,13 @@ class Store:
                     self.discard(old)
                     raise
             self.discard(old)
-        return Incoming(folder, manifest)
+        try:
+            return Incoming(folder, manifest)
+        except NoRoom:
+            if self._freed is None or self._freed.done():
+                raise
+            wait([self._freed])
+            return Incoming(folder, manifest)
 
     def complete(self, incoming: Incoming, checksums: Mapping[str, int]) -> None:
         """Raises ``NoRoom`` or ``Corrupt``."""
@@ -230,9 +245,10 @@ class Store:
         self._drop_old()
 
     def discard(self, incoming: Incoming) -> None:
-        """What is not complete and will not be."""
-        incoming.close()
-        shutil.rmtree(incoming.folder, ignore_errors=True)
+        """What is not complete and will not be, or is not wanted any more."""
+        with suppress(OSError):
+            incoming.folder = incoming.folder.rename(self.folder / f"{FREE}{next(self._frees)}")
+        self._freed = self._thread.submit(_free, incoming)
 
     def drop_all_but(self, versions: tuple[int, ...]) -> None:
         """Those that are not here yet may take the place of one that is dropped."""
@@ -250,6 +266,11 @@ class Store:
         old, self._old = self._old, None
         if old is not None:
             self.discard(old)
+
+
+def _free(incoming: Incoming) -> None:
+    incoming.close()
+    shutil.rmtree(incoming.folder, ignore_errors=True)
 
 
 def _remove_if_dead(folder: Path) -> None:

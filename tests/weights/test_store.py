@@ -5,14 +5,17 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.numpy import load_file
 
+import asyncrl.weights.store
 from asyncrl.checksum import checksum_of_part
 from asyncrl.core.manifest import FILE_NAME, Manifest, TensorInfo, loads
-from asyncrl.weights.store import NoRoom, Store, StoreError
+from asyncrl.weights.store import FREE, Incoming, NoRoom, Store, StoreError
 
 
 def test_a_folder_belongs_to_one_relay(tmp_path: Path) -> None:
@@ -76,23 +79,28 @@ def kept(store: Store, version: int, value: int, count: int = 1024) -> Path:
     return store.folder / f"v{version}" / "model.safetensors"
 
 
+def names(store: Store) -> list[str]:
+    """In its folder, but for what is being given back."""
+    return sorted(path.name for path in store.folder.iterdir() if not path.name.startswith(FREE))
+
+
 def test_a_version_takes_the_memory_of_the_one_that_is_dropped_for_it(tmp_path: Path) -> None:
     with Store(tmp_path, "1") as store:
         inode = kept(store, 1, 1).stat().st_ino
         kept(store, 2, 2)
         store.drop_all_but((2, 3))
-        assert sorted(path.name for path in store.folder.iterdir()) == [".old", "lock", "v2"]
+        assert names(store) == [".old", "lock", "v2"]
         file = kept(store, 3, 3)
         assert file.stat().st_ino == inode
         assert (load_file(file)["a"] == 3).all()
         assert loads((file.parent / FILE_NAME).read_bytes()).version == 3
-        assert sorted(path.name for path in store.folder.iterdir()) == ["lock", "v2", "v3"]
+        assert names(store) == ["lock", "v2", "v3"]
         store.drop_all_but((3, 4))
         kept(store, 4, 4, count=2048)
-        assert sorted(path.name for path in store.folder.iterdir()) == ["lock", "v3", "v4"], "another size: let go"
+        assert names(store) == ["lock", "v3", "v4"], "another size: let go"
         store.drop_all_but((4, 5))
         store.drop_all_but((4,))
-        assert sorted(path.name for path in store.folder.iterdir()) == ["lock", "v4"], "nothing is to come any more"
+        assert names(store) == ["lock", "v4"], "nothing is to come any more"
 
 
 @pytest.mark.parametrize("how", ["open", "mapped"])
@@ -115,6 +123,40 @@ def test_memory_that_a_taker_still_takes_from_is_not_taken(tmp_path: Path) -> No
             store.drop_all_but((2,))
             kept(store, 2, 2)
             assert file.read()[-1024:] == bytes([1]) * 1024
+
+
+def test_nobody_waits_for_memory_to_be_given_back_but_who_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, given_back = threading.Event(), threading.Event()
+
+    def slowly(incoming: Incoming) -> None:
+        assert go_on.wait(30)
+        given_back.set()
+        free(incoming)
+
+    free = asyncrl.weights.store._free
+    monkeypatch.setattr(asyncrl.weights.store, "_free", slowly)
+    with Store(tmp_path, "1") as store:
+        kept(store, 1, 1)
+        store.drop_all_but(())
+        assert names(store) == ["lock"] and not given_back.is_set()
+        kept(store, 1, 2)
+        assert names(store) == ["lock", "v1"] and not given_back.is_set(), "of the same name"
+        store.drop_all_but(())
+        space = os.statvfs(tmp_path)
+
+        def full(path: Path) -> SimpleNamespace:
+            """Until it is given back."""
+            if given_back.is_set():
+                return SimpleNamespace(f_bavail=space.f_bavail, f_frsize=space.f_frsize)
+            go_on.set()
+            return SimpleNamespace(f_bavail=0, f_frsize=1)
+
+        monkeypatch.setattr(os, "statvfs", full)
+        kept(store, 2, 3)
+        assert given_back.is_set() and names(store) == ["lock", "v2"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_memory_that_is_not_there_is_one_line(tmp_path: Path) -> None:
