@@ -136,6 +136,19 @@ def test_workers_go_with_a_controller_that_is_killed(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+def test_a_controller_that_graded_ends_without_a_word(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import asyncio\nfrom asyncrl.envs.maths import is_right\n"
+        "if __name__ == '__main__':\n    print(asyncio.run(is_right('1', '1+0', time_limit_s=60)))\n"
+    )
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
+    assert (done.stdout, done.stderr) == ("True\n", "") and not list(temporary.iterdir())
+
+
 async def test_the_reward_function() -> None:
     task = Task(id="1", data={"prompt": "?", "answer": "7"})
     assert await reward(task, Response(text=r"\boxed{7}", token_ids=[], finish_reason="stop")) == 1.0

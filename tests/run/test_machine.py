@@ -86,7 +86,8 @@ def test_a_server_with_another_model_ends_the_run_at_once_with_one_line(
         run = train(*set_(f'engine.urls=["http://127.0.0.1:{port}"]', "run.eval_tasks=1"))
         assert run.wait(280) == 1, run.text()
         last = run.text().splitlines()[-1]
-        assert last.startswith("asyncrl: engine server 0 (http://127.0.0.1:") and "has shape" in last, run.text()
+        assert last.startswith("asyncrl: engine server 0 (http://127.0.0.1:"), run.text()
+        assert "serves a model with intermediate_size = 48" in last and "the recipe's has 64" in last
         assert "Traceback" not in run.text()
         run.check_ended_cleanly()
         assert server.poll() is None, "it is not ours to end"

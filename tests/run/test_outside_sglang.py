@@ -1,4 +1,5 @@
-"""A real SGLang server that somebody started by hand joins a run on the embedded engine, and leaves it again."""
+"""A real SGLang server that somebody started by hand joins a run on the embedded engine, and leaves it again. Some
+minutes of two cores: ``ASYNCRL_SGLANG_PYTHON=… pytest -m slow tests/run/test_outside_sglang.py``."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from .test_train import set_
 
 pytestmark = [
     pytest.mark.sglang,
+    pytest.mark.slow,
     pytest.mark.skipif(not SGLANG_PYTHON, reason="ASYNCRL_SGLANG_PYTHON names no interpreter that has SGLang"),
     pytest.mark.timeout(900),
 ]

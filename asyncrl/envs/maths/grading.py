@@ -100,7 +100,7 @@ def _start() -> ProcessPool:
             if not _live:
                 leftovers = Leftovers()
                 leftovers.folder(multiprocessing.util.get_temp_dir())  # with a socket, if this process is killed
-                atexit.register(leftovers.close)
+                multiprocessing.util.Finalize(None, leftovers.close, exitpriority=-200)  # the folder's own has -100
             workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
             _live[:] = [ProcessPool(workers, initializer=_begin, context=context)]
             atexit.register(_stop, _live[0])
