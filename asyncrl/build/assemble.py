@@ -6,7 +6,6 @@ A ``World`` is what ``assemble`` needs from outside: the ports' implementations,
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ import msgspec
 
 from asyncrl.build.budget import BudgetKeeper
 from asyncrl.build.experience import blamed, make_experience
-from asyncrl.build.profile import cost_of, kv_token_s
+from asyncrl.build.profile import cost_of
 from asyncrl.config import AlgorithmConfig, EnvConfig, Recipe, RecipeError
 from asyncrl.core.advantage import Advantage, Advantages
 from asyncrl.core.coordinator import Coordinator
@@ -225,7 +224,6 @@ async def assemble(recipe: Recipe, world: World) -> Run:
                 synchronization=recipe.update.synchronization,
                 migration=recipe.engine.migration,
                 cost=cost_of(recipe.sim.instance),
-                kv_token_s=kv_token_s(recipe.sim.instance) if recipe.engine.kv_reuse else math.inf,
                 mu=recipe.engine.mu,
                 limits=Limits(
                     phi_wait=recipe.engine.phi_wait,

@@ -16,12 +16,12 @@ was issued if and only if they are equal. An Abort, and a request that ends by i
 
 **Migration does not oscillate.** Nothing in algorithm 5 keeps it from cutting all that a server runs at every plan, if
 the requests come back to it, or if the one that they go to is the next to be cut. Here a request moves only if the two
-servers together are used better afterwards (``CostModel.use``), with its prefill, or the way of its KV, counted in.
-Hence without other events each move raises the use of the fleet, and placements are finite in number: migrations end.
-What waits inside a server is of no use there; where another has room it is cut for good, and goes where it runs at
-once. (Where none has, it would wait outside as long, and without its prefix.) By the books, that is: a server may see
-it otherwise and let it wait again. So a server that was cut so is not cut again before it has generated something; else
-two servers could send each other a request for ever, in no time.
+servers together are used better afterwards (``CostModel.use``), with its prefill counted in. Hence without other events
+each move raises the use of the fleet, and placements are finite in number: migrations end. What waits inside a server
+is of no use there; where another has room it is cut for good, and goes where it runs at once. (Where none has, it would
+wait outside as long, and without its prefix.) By the books, that is: a server may see it otherwise and let it wait
+again. So a server that was cut so is not cut again before it has generated something; else two servers could send each
+other a request for ever, in no time.
 
 **No plan holds the loop for long.** A plan looks at the first ``most`` requests that wait, and says that it is
 ``unfinished`` if it has routed them all; the next one goes on where it stopped. As the queue is in order, the plans
@@ -31,7 +31,6 @@ server whose work still waits in the queue is not idle.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -40,7 +39,6 @@ from asyncrl.core.cost_model import CostModel
 from asyncrl.core.policy.load import Admission, Load, Queue
 from asyncrl.core.policy.migration import MIGRATION, Limits
 from asyncrl.core.policy.own_batch import Batches
-from asyncrl.core.policy.prefixes import Prefixes
 from asyncrl.core.policy.router import EachByItself, MakeRouter, route
 from asyncrl.core.policy.routing import ROUTING, RequestView
 from asyncrl.core.policy.streaming import Versions
@@ -71,8 +69,7 @@ class _Expected:
 class Coordinator:
     """``routing``, ``synchronization`` and ``migration`` are names in ``ROUTING``, ``SYNCHRONIZATION`` and
     ``MIGRATION``, or ``waterfall``; they go together in any way. ``cost`` may be replaced at any time by one that was
-    fitted since. ``kv_token_s`` is what the KV of a token takes from one server to another of its version, infinite
-    where it goes nowhere. ``most`` is the number of waiting requests that a plan looks at, or routes.
+    fitted since. ``most`` is the number of waiting requests that a plan looks at, or routes.
 
     Where each trajectory is one version's, ``one_version`` has the books of that, and says how requests are routed, and
     how they move unless ``migration`` is ``none``: Laminar's ``Batches`` or DORA's ``Versions``. Servers pull
@@ -85,7 +82,6 @@ class Coordinator:
         synchronization: str,
         migration: str,
         cost: CostModel,
-        kv_token_s: float = math.inf,
         mu: float = 0.8,
         limits: Limits | None = None,
         most: int = 128,
@@ -96,7 +92,6 @@ class Coordinator:
         self._migrate = MIGRATION["none" if one_version else migration]
         self._rebalances = migration != "none"
         self.cost = cost
-        self._kv_token_s = kv_token_s
         self._mu = mu
         self._limits = limits or Limits()
         self._most = most
@@ -137,8 +132,7 @@ class Coordinator:
         if self._books is not None:
             self._books.see(loads, snapshot.waiting_requests)
         queue, admission = Queue(snapshot.waiting_requests, None if self._books else self._most), Admission(room)
-        prefixes = Prefixes(self.cost, loads, self._kv_token_s)
-        router = self._router(snapshot, prefixes)
+        router = self._router(snapshot)
         commands = _Commands()
         for load in self._synchronize(loads, snapshot.newest, queue, admission, router):
             commands.pull(load)
@@ -147,7 +141,7 @@ class Coordinator:
         if self._books is not None:
             self._rebalance(loads, snapshot.newest, commands, self._books, room)
         elif not self.unfinished:
-            self._move(loads, queue, commands, prefixes, 1.0 / snapshot.mean_new_tokens)
+            self._move(loads, queue, commands, 1.0 / snapshot.mean_new_tokens)
         routed = 0
         for request, load in route(router(loads, admission), queue, admission):
             commands.route(request, load)
@@ -185,16 +179,16 @@ class Coordinator:
             case Interrupt(requests=requests):
                 expected.interrupted += len(requests)
 
-    def _router(self, snapshot: FleetSnapshot, prefixes: Prefixes) -> MakeRouter:
+    def _router(self, snapshot: FleetSnapshot) -> MakeRouter:
         if self._books is not None:
             books, newest = self._books, snapshot.newest
             return lambda loads, admission, offered=(), waiting=1: books.router(newest, loads, admission)
         if self._routing == "waterfall":
             mean, pace = snapshot.mean_new_tokens, snapshot.pace
-            return partial(Waterfall, prefixes=prefixes, mu=self._mu, mean_new_tokens=mean, pace=pace)
+            return partial(Waterfall, cost=self.cost, mu=self._mu, mean_new_tokens=mean, pace=pace)
         return partial(EachByItself, ROUTING[self._routing])
 
-    def _move(self, loads: list[Load], queue: Queue, commands: _Commands, prefixes: Prefixes, spread: float) -> None:
+    def _move(self, loads: list[Load], queue: Queue, commands: _Commands, spread: float) -> None:
         """Migration."""
         migration = self._migrate(loads, self.cost, self._limits)
         for load, requests in migration.excess:
@@ -210,7 +204,7 @@ class Coordinator:
             queue.add(requests)
         if migration.pair is not None:
             source, target = migration.pair
-            for request in _better(source, target, prefixes, spread):
+            for request in self._better(source, target, spread):
                 commands.interrupt(source, [request])
                 commands.route(request, target)
 
@@ -232,21 +226,20 @@ class Coordinator:
             for request in requests:
                 commands.route(request, destination)
 
-
-def _better(source: Load, target: Load, prefixes: Prefixes, spread: float) -> list[RequestView]:
-    """Of what ``source`` runs, the last to come first, what is better on ``target``; moved there in the loads."""
-    cost, moves = prefixes.cost, []
-    for request in reversed(source.requests.values()):
-        gain = gain_of(prefixes, request, target, spread)
-        if gain is None:
-            continue
-        n, kv = source.running - request.slots, max(0, source.kv_tokens - request.tokens)
-        loss = (cost.use(source.running, source.kv_tokens) - cost.use(n, kv)) / source.slowness
-        if gain > loss:
-            source.lose(request)
-            target.take(request)
-            moves.append(request)
-    return moves
+    def _better(self, source: Load, target: Load, spread: float) -> list[RequestView]:
+        """Of what ``source`` runs, the last to come first, what is better on ``target``; moved there in the loads."""
+        moves = []
+        for request in reversed(source.requests.values()):
+            gain = gain_of(self.cost, request, target, spread)
+            if gain is None:
+                continue
+            n, kv = source.running - request.slots, max(0, source.kv_tokens - request.tokens)
+            loss = (self.cost.use(source.running, source.kv_tokens) - self.cost.use(n, kv)) / source.slowness
+            if gain > loss:
+                source.lose(request)
+                target.take(request)
+                moves.append(request)
+        return moves
 
 
 def _with_room(requests: Iterable[RequestView], source: Load, loads: Iterable[Load]) -> list[RequestView]:

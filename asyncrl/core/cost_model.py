@@ -37,16 +37,16 @@ class CostModel(Record, frozen=True, kw_only=True):
         """Tokens per second (Eq. 12); 0 for an idle server."""
         return n / self.step(n, kv, prefill) if n else 0.0
 
-    def use(self, n: int, kv: int, beside_s: float = 0.0) -> float:
+    def use(self, n: int, kv: int, prefill: float = 0) -> float:
         """Share of a server's time that goes into its sequences, k1·kv + k3·n of each step; the rest is what a step
-        takes for any number of them, and what is done ``beside_s`` seconds of each. 0 for an idle server."""
-        step = self.step(n, kv) + beside_s
+        takes for any number of them, and prefill. 0 for an idle server."""
+        step = self.step(n, kv, prefill)
         return (self.k1 * kv + self.k3 * n) / step if n and step else 0.0
 
-    def gain(self, n: int, kv: int, tokens: int, slots: int = 1, beside_s: float = 0.0) -> float:
+    def gain(self, n: int, kv: int, tokens: int, slots: int = 1, prefill: float = 0) -> float:
         """What a server with ``n`` sequences in ``kv`` tokens gains in ``use`` by ``slots`` more in ``tokens`` more.
-        ``beside_s`` is what they begin with, such as prefill, spread over the steps that they stay."""
-        return self.use(n + slots, kv + tokens, beside_s) - self.use(n, kv)
+        ``prefill`` is the tokens to prefill for them, spread over the steps that they stay."""
+        return self.use(n + slots, kv + tokens, prefill) - self.use(n, kv)
 
     def time_of(self, steps: int, n: int, kv: int, prefill: int = 0) -> float:
         """Seconds of ``steps`` steps in a row, starting from ``kv`` tokens, each with ``prefill`` tokens beside it."""

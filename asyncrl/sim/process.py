@@ -282,11 +282,6 @@ class SimProcess:
     def answers(self) -> bool:
         return self._answering.is_set()
 
-    @property
-    def brought(self) -> int:
-        """Tokens whose KV came from other servers."""
-        return self._arrivals.taken
-
     def held(self, version: int, tokens: bytes, limit: int) -> int:
         """How many of the first ``limit`` tokens it has KV of, computed by ``version``."""
         self._book()

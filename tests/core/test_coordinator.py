@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 
 import msgspec
@@ -30,14 +29,12 @@ def coordinator(
     phi: float = 1.1,
     phi_wait: int = 3,
     most: int = 256,
-    kv_token_s: float = math.inf,
 ) -> Coordinator:
     return Coordinator(
         routing=routing,
         synchronization=synchronization,
         migration=migration,
         cost=COST,
-        kv_token_s=kv_token_s,
         limits=Limits(phi_wait=phi_wait, phi_throughput=phi),
         most=most,
     )
@@ -140,18 +137,12 @@ def test_a_server_that_pulls_is_not_taken_for_an_idle_one() -> None:
     assert plan[0] == Pull(instance="b") and not any(isinstance(c, Interrupt) for c in plan)
 
 
-def test_a_move_must_be_worth_its_prefill_or_the_way_of_its_kv() -> None:
-    has = at_home("a", 0, running(16, tokens=20_000))
-    way_s = COST.k5 / 1000
-    for mean_new_tokens, kv_token_s, moves in ((2.0, math.inf, False), (10_000.0, math.inf, True), (2.0, way_s, True)):
+def test_a_move_must_be_worth_its_prefill() -> None:
+    has = running(16, tokens=20_000)
+    for mean_new_tokens, moves in ((2.0, False), (10_000.0, True)):
         snapshot = fleet([server("a", 0, has, max_tokens=1_000_000), server("b", 0, max_tokens=1_000_000)])
         snapshot = msgspec.structs.replace(snapshot, mean_new_tokens=mean_new_tokens)
-        assert bool(coordinator(kv_token_s=kv_token_s).plan(snapshot, lambda v: 0)) is moves
-
-
-def at_home(name: str, version: int, has: list[RequestView]) -> list[RequestView]:
-    """A server that holds all their tokens."""
-    return [msgspec.structs.replace(r, after=version, home=name, prefix=r.tokens) for r in has]
+        assert bool(coordinator().plan(snapshot, lambda v: 0)) is moves
 
 
 class World:
@@ -388,18 +379,17 @@ def test_plans_that_stop_at_their_limit_route_together_as_one_does(
     tokens=st.sampled_from([100, 3_000]),
     ages=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=6, max_size=6),
     mix=st.sampled_from([m for m in MIXES if m[2] == "throughput"]),
-    kv_token_s=st.sampled_from([math.inf, 0.0]),
 )
 def test_migration_ends_and_never_lowers_the_use_of_the_fleet(
-    has: list[int], tokens: int, ages: list[tuple[int, int]], mix: tuple[str, str, str], kv_token_s: float
+    has: list[int], tokens: int, ages: list[tuple[int, int]], mix: tuple[str, str, str]
 ) -> None:
     """φ_throughput is so small that the paper's loop would migrate for ever."""
     instances = [
-        server(name, max(ages[i]), at_home(name, max(ages[i]), running(count, 1000 * i, min(ages[i]), tokens)))
+        server(name, max(ages[i]), running(count, 1000 * i, min(ages[i]), tokens))
         for i, (name, count) in enumerate(zip("abcdef", has, strict=False))
     ]
     world = World(instances, mix, 0)
-    world.coordinator = coordinator(*mix, phi=1.01, kv_token_s=kv_token_s)
+    world.coordinator = coordinator(*mix, phi=1.01)
     world.newest = max(i.version for i in instances)
     speed = -1.0
     for _ in range(40):

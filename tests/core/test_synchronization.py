@@ -8,7 +8,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from asyncrl.core.policy.load import Admission, Queue
-from asyncrl.core.policy.prefixes import Prefixes
 from asyncrl.core.policy.router import EachByItself, MakeRouter, route
 from asyncrl.core.policy.routing import RequestView, least_loaded
 from asyncrl.core.policy.synchronization import all_at_once, selective
@@ -18,7 +17,7 @@ from asyncrl.core.snapshot import InstanceSnapshot
 from .fleets import COST, levels, loads_of, requests, rooms, server, servers
 from .staleflow_model import Staleness, synchronization_strategy, system
 
-waterfall = partial(Waterfall, prefixes=Prefixes(COST, []), mean_new_tokens=float("inf"))
+waterfall = partial(Waterfall, cost=COST, mean_new_tokens=float("inf"))
 by_default = partial(waterfall, mu=0.3)
 
 
@@ -54,7 +53,7 @@ def test_it_pulls_as_the_literal_algorithm_does(
     assume(head is None or head.v_traj is None or any(v >= head.oldest for v in able))  # else the rule that was added
     staleness, spread = Staleness(dict(room)), 1.0 / mean_new_tokens
     model = synchronization_strategy(COST, mu, system(instances), waiting, staleness, 3, spread)
-    router = partial(Waterfall, prefixes=Prefixes(COST, []), mean_new_tokens=mean_new_tokens, mu=mu)
+    router = partial(Waterfall, cost=COST, mean_new_tokens=mean_new_tokens, mu=mu)
     assert chosen(instances, waiting, room, 3, router) == model
 
 
@@ -98,7 +97,7 @@ def test_no_more_servers_pull_than_the_waiting_work_needs() -> None:
     ]
     fleet[5] = server("f", 1, [RequestView(id=900, v_traj=1, tokens=4_000)])
     idle = [server(name, 1) for name in "xyz"]
-    router = partial(Waterfall, prefixes=Prefixes(COST, []), mu=0.3, mean_new_tokens=1_000.0)
+    router = partial(Waterfall, cost=COST, mu=0.3, mean_new_tokens=1_000.0)
     for make in (router, partial(EachByItself, least_loaded)):
         for count in (1, 5):
             initial = [RequestView(id=i, sequence=i, v_traj=None, group=i, tokens=100) for i in range(count)]

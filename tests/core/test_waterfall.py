@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from asyncrl.core.cost_model import CostModel
 from asyncrl.core.policy.load import Admission, Queue
-from asyncrl.core.policy.prefixes import Prefixes
 from asyncrl.core.policy.router import route
 from asyncrl.core.policy.routing import RequestView
-from asyncrl.core.policy.waterfall import Waterfall, _Servers, gain_of
+from asyncrl.core.policy.waterfall import Waterfall
 from asyncrl.core.snapshot import InstanceSnapshot
 
 from .fleets import COST, levels, loads_of, requests, rooms, server, servers
@@ -27,11 +26,9 @@ def routed(
     mean_new_tokens: float = float("inf"),
     cost: CostModel = COST,
     pace: float = float("inf"),
-    kv_token_s: float = float("inf"),
 ) -> list[tuple[str, int]]:
     loads, admission = loads_of(instances), Admission(lambda v: room.get(v, 0))
-    prefixes = Prefixes(cost, loads, kv_token_s)
-    router = Waterfall(loads, admission, prefixes=prefixes, mu=mu, mean_new_tokens=mean_new_tokens, pace=pace)
+    router = Waterfall(loads, admission, cost=cost, mu=mu, mean_new_tokens=mean_new_tokens, pace=pace)
     return [(load.name, request.id) for request, load in route(router, Queue(levels(waiting)), admission)]
 
 
@@ -106,43 +103,6 @@ def test_new_weights_have_emptied_the_prefix_cache() -> None:
         assert routed(fleet, [turn], {}, mu=0.01, mean_new_tokens=10.0) == [(expected, 1)], version
 
 
-def test_a_conversation_leaves_its_server_where_its_kv_goes_along() -> None:
-    """As above; the KV of a token takes a tenth of what its prefill does. What ``b`` has lost cannot be brought."""
-    turn = RequestView(id=1, v_traj=0, after=0, tokens=4_000, home="b", prefix=3_990)
-    busy = [RequestView(id=900 + i, v_traj=0, tokens=4_000) for i in range(10)]
-    for kv_token_s, expected in ((COST.k5 / 10, "a"), (COST.k5, "b")):
-        fleet = [server("a", 0), server("b", 0, busy)]
-        assert routed(fleet, [turn], {}, mu=1.0, mean_new_tokens=10.0, kv_token_s=kv_token_s) == [(expected, 1)]
-    loads = loads_of([server("a", 0), server("b", 0), server("c", 1)])
-    prefixes = Prefixes(COST, loads, COST.k5 / 10)
-    seconds = [prefixes.seconds(turn, load) / COST.k5 for load in loads]
-    assert seconds == pytest.approx([10 + 399, 10, 4_000])
-    down = Prefixes(COST, loads_of([server("a", 0), server("b", 0, up=False)]), COST.k5 / 10)
-    assert down.seconds(turn, loads[0]) == COST.k5 * 4_000, "nobody has it"
-
-
-@given(
-    instances=servers(slots=2),
-    waiting=requests(0, 6, started=True, slots=2),
-    share=st.sampled_from([0.0, 0.1, 1.0, 2.0]),
-    spread=st.sampled_from([0.0, 0.01, 1.0]),
-    pulls=st.sampled_from([0.0, 0.5]),
-)
-def test_what_is_reckoned_for_all_servers_is_what_is_for_each(
-    instances: list[InstanceSnapshot], waiting: list[RequestView], share: float, spread: float, pulls: float
-) -> None:
-    loads = [load for load in loads_of(instances) if load.up]
-    for load in loads if pulls else []:
-        load.had = -1  # one that pulls was older before
-    prefixes = Prefixes(COST, loads, share * COST.k5)
-    together = _Servers(prefixes, loads, pulls=pulls)
-    for request in waiting:
-        each = [gain_of(prefixes, request, load, spread, pulls=pulls) for load in loads]
-        for gain, load in together.best(request, spread, Admission(lambda v: 0)):
-            of_version = [g for g, other in zip(each, loads, strict=True) if other.version == load.version]
-            assert gain == pytest.approx(max(g for g in of_version if g is not None), rel=1e-9, abs=1e-12)
-
-
 def test_groups_start_up_to_the_pace_and_what_has_started_goes_on() -> None:
     """With 31 sequences of 100 tokens a step takes 14.8 ms."""
     busy = [RequestView(id=900 + i, v_traj=0, tokens=100) for i in range(30)]
@@ -180,7 +140,7 @@ def test_what_waits_waits_for_staleness_or_for_servers_that_are_busy(
 ) -> None:
     """No server that has room and may serve the first of those that wait."""
     loads, admission = loads_of(instances), Admission(lambda v: room.get(v, 0))
-    router = Waterfall(loads, admission, prefixes=Prefixes(COST, loads), mu=mu, mean_new_tokens=mean_new_tokens)
+    router = Waterfall(loads, admission, cost=COST, mu=mu, mean_new_tokens=mean_new_tokens)
     gone = {request.id for request, _ in route(router, Queue(levels(waiting)), admission)}
     left = [r for r in Queue(levels(waiting)) if r.id not in gone]
     for load in loads if left else []:
@@ -196,4 +156,4 @@ def test_what_waits_waits_for_staleness_or_for_servers_that_are_busy(
 @pytest.mark.parametrize("mu", [-0.1, 1.01])
 def test_a_threshold_that_is_no_share_is_refused(mu: float) -> None:
     with pytest.raises(ValueError, match="mu"):
-        Waterfall([], Admission(lambda v: 0), prefixes=Prefixes(COST, []), mu=mu, mean_new_tokens=1.0)
+        Waterfall([], Admission(lambda v: 0), cost=COST, mu=mu, mean_new_tokens=1.0)

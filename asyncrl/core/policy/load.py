@@ -25,8 +25,6 @@ class Load:
         self.index = index
         self.name = instance.name
         self.version = instance.version
-        self.had = instance.version
-        """What its prefixes are of, also after ``pull``: others may still take them."""
         self.running = instance.running
         self.tokens = instance.tokens
         self.kv_tokens = instance.kv_tokens
@@ -43,7 +41,7 @@ class Load:
         self.up = up
         self.promised = promised
         self.cold = False
-        """It pulls first, so it holds no prefixes of its ``version``."""
+        """It pulls first, so it holds no prefixes."""
         self.acting = self.acting_tokens = 0
         """Trajectories of its batch that are with their environments, and the tokens that they will come back with, as
         a repack sees them (core/policy/own_batch.py)."""

@@ -13,10 +13,9 @@ left is what they share, whatever their lengths. And the paper withholds all req
 what is due next as well as what has not begun; hence the pace.
 
 What it adds counts only if it decodes at once, so a server without room, or with requests that wait inside it, is none.
-What a server has to do before a request decodes (core/policy/prefixes.py), which the paper leaves out, is spread over
-the tokens that a request generates on average: each step of the server takes so much longer. On the server that holds
-its prefix that is least, so a conversation stays where it is as long as the load there does not cost more than its
-prefill would elsewhere, or the way of its KV.
+Prefill, which the paper leaves out, is spread over the tokens that a request generates on average: each step of the
+server takes k5 · prefill / mean_new_tokens longer. On the server that holds its prefix that is less, so a conversation
+stays where it is as long as the load there does not cost more than its prefill would elsewhere.
 
 **Nothing waits for ever.** A server that runs nothing takes the first request that it may serve. So where the first
 request waits, every server that may serve it is busy, and the end of what it runs brings another plan. That some server
@@ -35,8 +34,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from asyncrl.core.cost_model import CostModel
 from asyncrl.core.policy.load import Admission, Load
-from asyncrl.core.policy.prefixes import Prefixes
 from asyncrl.core.policy.routing import RequestView
 
 Array = npt.NDArray[np.float64]
@@ -57,7 +56,6 @@ class _Servers:
         "_matmul",
         "_max_tokens",
         "_more",
-        "_prefixes",
         "_pulls",
         "_rows",
         "_slowness",
@@ -65,9 +63,8 @@ class _Servers:
         "_work",
     )
 
-    def __init__(self, prefixes: Prefixes, loads: Iterable[Load], *, pulls: float = 0.0) -> None:
-        self._prefixes = prefixes
-        self._cost = prefixes.cost
+    def __init__(self, cost: CostModel, loads: Iterable[Load], *, pulls: float = 0.0) -> None:
+        self._cost = cost
         self._pulls = pulls
         self._loads = sorted((load for load in loads if not load.waiting), key=lambda load: (load.version, load.index))
         self._rows = {load: row for row, load in enumerate(self._loads)}
@@ -101,7 +98,7 @@ class _Servers:
 
     def best(self, request: RequestView, spread: float, admission: Admission) -> list[tuple[float, Load]]:
         """Of each version that may serve the request the largest gain, and the server that has it, the first of the
-        fleet if several do. ``spread`` is the part of what it begins with that each step has."""
+        fleet if several do. ``spread`` is the part of its prefill that each step has."""
         rows = [rows for version, rows in self._versions.items() if admission.routable(request, version)]
         if not rows:
             return []
@@ -119,16 +116,14 @@ class _Servers:
         cost, gains, tokens = self._cost, self._gains, request.tokens
         kv = np.add(self._kv, tokens, out=gains)
         too_long = kv > self._max_tokens if tokens > self._longest else None
-        begin, brought = self._prefixes.anew(request) * spread, self._prefixes.brought(request) * spread
-        again: float | Array = (kv - tokens) * (cost.k5 * self._pulls * spread) if self._pulls else 0.0
+        prefill: float | Array = cost.k5 * (tokens * spread)
+        if self._pulls:
+            prefill = cost.k5 * spread * ((kv - tokens) * self._pulls + tokens)
         gains *= cost.k1
         work = np.add(gains, self._more, out=self._work)
         gains += self._matmul
         gains += cost.k4
-        gains += begin
-        if brought < begin and (rows := self._versions.get(request.after)) is not None:
-            gains[rows[0] : rows[1]] -= begin - brought
-        gains += again
+        gains += prefill
         np.divide(work, gains, out=gains)
         gains -= self._lost
         gains /= self._slowness
@@ -136,27 +131,28 @@ class _Servers:
             gains[too_long] = -math.inf
         home = None if request.home is None or self._pulls else self._homes.get((request.home, request.after))
         if home is not None and gains[home] > -math.inf:
-            gains[home] = gain_of(self._prefixes, request, self._loads[home], spread)
+            gains[home] = gain_of(self._cost, request, self._loads[home], spread)
         return gains
 
     def _gains_of_many(self, request: RequestView, spread: float) -> Array:
         for row, load in enumerate(self._loads):
-            gain = gain_of(self._prefixes, request, load, spread, pulls=self._pulls)
+            gain = gain_of(self._cost, request, load, spread, pulls=self._pulls)
             self._gains[row] = -math.inf if gain is None or self._lost[row] == math.inf else gain
         return self._gains
 
 
-def gain_of(prefixes: Prefixes, request: RequestView, load: Load, spread: float, *, pulls: float = 0.0) -> float | None:
+def gain_of(cost: CostModel, request: RequestView, load: Load, spread: float, *, pulls: float = 0.0) -> float | None:
     """What the request adds on the server (Eq. 3); None if it would wait there. ``pulls``: as in ``_Servers``."""
-    cost = prefixes.cost
     if (
         load.waiting
         or load.kv_tokens + request.tokens > load.max_tokens
         or (load.running and load.running + request.slots > load.max_running)
     ):
         return None
-    begin = prefixes.seconds(request, load) + cost.k5 * load.kv_tokens * pulls
-    return cost.gain(load.running, load.kv_tokens, request.tokens, request.slots, begin * spread) / load.slowness
+    has = load.name == request.home and load.version == request.after and not pulls
+    held = request.prefix if has else 0
+    prefill = request.tokens - held + load.kv_tokens * pulls
+    return cost.gain(load.running, load.kv_tokens, request.tokens, request.slots, prefill * spread) / load.slowness
 
 
 class Waterfall:
@@ -172,7 +168,7 @@ class Waterfall:
         offered: Sequence[Load] = (),
         waiting: int = 1,
         *,
-        prefixes: Prefixes,
+        cost: CostModel,
         mu: float,
         mean_new_tokens: float,
         pace: float = math.inf,
@@ -180,13 +176,13 @@ class Waterfall:
         if not 0.0 <= mu <= 1.0:
             raise ValueError(f"mu is {mu}; give a share of the best server's gain, from 0 to 1")
         self._admission = admission
-        self._prefixes = prefixes
+        self._cost = cost
         self._mu = mu
         self._spread = 1.0 / mean_new_tokens
         self._pace = pace
         ready = [load for load in loads if load.up]
-        self._servers = _Servers(prefixes, [*ready, *offered])
-        self._offered = _Servers(prefixes, offered, pulls=min(1.0, len(offered) / waiting))
+        self._servers = _Servers(cost, [*ready, *offered])
+        self._offered = _Servers(cost, offered, pulls=min(1.0, len(offered) / waiting))
         for load in offered:
             if not load.waiting:
                 self._servers.close(load)
@@ -203,7 +199,7 @@ class Waterfall:
         """A group starts only where its longest response would be in time."""
         if not load.running or self._admission.v_traj(request) is not None:
             return True
-        step = self._prefixes.cost.step(load.running + request.slots, load.kv_tokens + request.tokens)
+        step = self._cost.step(load.running + request.slots, load.kv_tokens + request.tokens)
         return load.slowness * step <= self._pace
 
     def placed(self, request: RequestView, load: Load) -> None:
@@ -217,7 +213,7 @@ class Waterfall:
         if (chosen is not None and chosen.version < load.version) or not self._in_time(request, load):
             return None
         if chosen is not None:
-            there = gain_of(self._prefixes, request, chosen, self._spread)
+            there = gain_of(self._cost, request, chosen, self._spread)
             assert there is not None, "it was chosen"
             if gain <= there:
                 return None
