@@ -323,7 +323,7 @@ def draw(figure: Figure, points: list[Run]) -> None:
             axes.grid(alpha=0.3)
     panels[0][0].set_ylabel("trained tokens/s, sync = 1")
     panels[1][0].set_ylabel("servers idle, % of the time")
-    panels[1][-1].legend(fontsize=7, title="squares: no bound", title_fontsize=7)
+    panels[1][1].legend(fontsize=7, ncols=2, loc="upper center", title="squares: no bound", title_fontsize=7)
 
 
 def _unbounded(name: str) -> bool:
