@@ -11,16 +11,19 @@ from typing import Any
 from asyncrl.wire import ModelInfo, ServerInfo
 
 SIZES = (
-    *(
-        "hidden_size",
-        "num_hidden_layers",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-    ),
-    *("vocab_size", "tie_word_embeddings", "num_experts", "num_local_experts", "moe_intermediate_size"),
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+    "num_experts",
+    "num_local_experts",
+    "moe_intermediate_size",
 )
+"""In config.json."""
 
 
 def difference(model_type: str | None, folder: str, server: ServerInfo, theirs: ModelInfo) -> str:

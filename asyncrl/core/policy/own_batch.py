@@ -27,18 +27,19 @@ from asyncrl.core.policy.routing import RequestView
 
 
 class _Members:
-    """Of an unfinished group: trajectories that have had a turn, those under way (None: none has ended yet), and the
-    tokens of the last turn."""
+    """Of an unfinished group: trajectories that have not ended, how often one has begun, and the tokens of the last
+    turn."""
 
     __slots__ = ("begun", "playing", "tokens")
 
-    def __init__(self) -> None:
+    def __init__(self, playing: int) -> None:
         self.begun = self.tokens = 0
-        self.playing: int | None = None
+        self.playing = playing
 
     @property
     def under_way(self) -> int:
-        return self.begun if self.playing is None else min(self.begun, self.playing)
+        """At most: which of those that began has ended, or began anew, is not known."""
+        return min(self.begun, self.playing)
 
 
 class Batches:
@@ -115,7 +116,7 @@ class Batches:
         if (owner := self._owner.get(group)) is not None:
             del self._groups[owner][group]
         self._owner[group] = load.name
-        self._members_of.setdefault(group, _Members())
+        self._members_of.setdefault(group, _Members(self._members))
         self._groups.setdefault(load.name, {})[group] = None
         self._version[load.name] = load.promised
         load.groups += 1
