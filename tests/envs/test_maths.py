@@ -8,15 +8,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncrl import Response, Task
+from asyncrl import EnvDown, Response, Task
 from asyncrl.config import EnvConfig, RecipeError
-from asyncrl.envs.maths import final_answer, is_right, parse_row, reward, score
+from asyncrl.envs.maths import final_answer, grading, is_right, parse_row, reward, score
 from asyncrl.loading import load_environment, load_tasks
 
 ENDLESS = "10^{10^{10^{10}}}"
@@ -113,7 +115,14 @@ async def test_a_missed_deadline_kills_the_worker() -> None:
     assert await is_right("4", "8/2", time_limit_s=60)
 
 
-def test_workers_go_with_a_controller_that_is_killed(tmp_path: Path) -> None:
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """An empty folder for temporary files, its path short enough for a socket there."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def test_workers_go_with_a_controller_that_is_killed(tmp_path: Path, temporary: Path) -> None:
     script = tmp_path / "run.py"
     script.write_text(
         "import asyncio, multiprocessing, os\nfrom asyncrl.envs.maths import is_right\n"
@@ -121,8 +130,6 @@ def test_workers_go_with_a_controller_that_is_killed(tmp_path: Path) -> None:
         "    print(*[p.pid for p in multiprocessing.active_children()], flush=True)\n    await asyncio.sleep(600)\n"
         "if __name__ == '__main__':\n    asyncio.run(main())\n"
     )
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
     environment = {**os.environ, "TMPDIR": str(temporary)}
     command = [sys.executable, str(script)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as controller:
@@ -136,17 +143,23 @@ def test_workers_go_with_a_controller_that_is_killed(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-def test_a_controller_that_graded_ends_without_a_word(tmp_path: Path) -> None:
+def test_a_controller_that_graded_ends_without_a_word(tmp_path: Path, temporary: Path) -> None:
     script = tmp_path / "run.py"
     script.write_text(
         "import asyncio\nfrom asyncrl.envs.maths import is_right\n"
         "if __name__ == '__main__':\n    print(asyncio.run(is_right('1', '1+0', time_limit_s=60)))\n"
     )
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
     environment = {**os.environ, "TMPDIR": str(temporary)}
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
     assert (done.stdout, done.stderr) == ("True\n", "") and not list(temporary.iterdir())
+
+
+async def test_a_folder_too_deep_for_a_socket_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = str(tmp_path / ("d" * 100))
+    monkeypatch.setattr("multiprocessing.util.get_temp_dir", lambda: deep)
+    monkeypatch.setattr(grading, "_live", [])
+    with pytest.raises(EnvDown, match=f"no socket to grade behind fits into {deep}; set TMPDIR"):
+        await is_right("1", "1+0")
 
 
 async def test_the_reward_function() -> None:

@@ -37,6 +37,8 @@ MEMORY_MB = 4096
 MAX_CHARACTERS = 2000
 """A longer answer is wrong without being read."""
 MAX_WORKERS = 8
+_SOCKET_PATH = 107
+"""Bytes that a Unix socket's path may have."""
 
 _LINE = re.compile(r"\banswer\**[ \t]*(?:is[ \t]*)?:\**(?P<answer>[^\n]*)|^####(?P<hash>[^\n]*)", re.I | re.M)
 _BRACE = re.compile(r"\\(?:boxed|fbox)[ \t]*\{|\\.|[{}]", re.DOTALL)
@@ -98,8 +100,11 @@ def _start() -> ProcessPool:
             context: Any = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload([__name__, "math_verify"])  # so that a killed worker is replaced in a moment
             if not _live:
+                folder = multiprocessing.util.get_temp_dir()
+                if len(os.fsencode(folder)) + len("/listener-12345678") > _SOCKET_PATH:  # pebble would not say why
+                    raise EnvDown(f"maths: no socket to grade behind fits into {folder}; set TMPDIR to a shorter path")
                 leftovers = Leftovers()
-                leftovers.folder(multiprocessing.util.get_temp_dir())  # with a socket, if this process is killed
+                leftovers.folder(folder)  # with that socket, if this process is killed
                 multiprocessing.util.Finalize(None, leftovers.close, exitpriority=-200)  # the folder's own has -100
             workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
             _live[:] = [ProcessPool(workers, initializer=_begin, context=context)]
