@@ -89,12 +89,12 @@ def consumed(run: Train) -> list[tuple[int, int]]:
 
 def check_books(run: Train, steps: int) -> None:
     """Nothing is lost, and nothing was trained twice. What an interrupted run counts as aborted, its store may still
-    hold as scored, for one that goes on."""
+    hold, scored or unfinished, for one that goes on."""
     assert consumed(run) == [(step, 4) for step in range(steps)]
     with closing(sqlite3.connect(run.run_dir / "run.db")) as db:
         ends = dict(db.execute("SELECT state, count(*) FROM trajectories GROUP BY state"))
     ledger = {state: n for state, n in run.summary["ledger"].items() if n and state != "reserved_ever"}
-    ends["aborted"] = ends.get("aborted", 0) + ends.pop("scored", 0)
+    ends["aborted"] = sum(ends.pop(state, 0) for state in ("aborted", "scored", "live"))
     assert {state: n for state, n in ends.items() if n} == ledger
 
 

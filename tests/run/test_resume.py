@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import sqlite3
@@ -164,10 +165,12 @@ def test_what_cannot_be_resumed_is_refused_before_anything_starts(tiny_recipe: P
 def test_checkpoints_that_do_not_fit_on_the_disk_are_told_and_cost_only_the_end(
     tiny_recipe: Path, tmp_path: Path
 ) -> None:
-    """A limit on the size of files stands for the disk: the state of the optimiser is beyond it, and no other file."""
+    """A limit on the size of the trainer's files stands for the disk."""
     overrides = set_("run.steps=3", "run.checkpoint_every=1", "run.eval_tasks=1", "run.trace_requests=false")
-    run = Train(tiny_recipe, tmp_path / "run", *overrides, file_limit=250_000)
+    run = Train(tiny_recipe, tmp_path / "run", *overrides)
     try:
+        for rank in run.until(lambda: len(ranks := run.processes("-u -m asyncrl.train.worker")) == 2 and ranks):
+            resource.prlimit(rank, resource.RLIMIT_FSIZE, (100_000, 100_000))
         assert run.wait(120) == 1, run.text()
         assert run.steps() == 3
         told = [line for line in run.text().splitlines() if "was not written" in line and "training goes on" in line]
