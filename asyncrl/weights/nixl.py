@@ -49,9 +49,10 @@ def _agent() -> Any:
 def _made() -> Any:
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     try:
-        from nixl._api import nixl_agent, nixl_agent_config
+        from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
-        return nixl_agent(secrets.token_hex(8), nixl_agent_config(backends=["UCX"]))
+        locks = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT  # it has none of its own accord, and the loop is not alone
+        return nixl_agent(secrets.token_hex(8), nixl_agent_config(backends=["UCX"], sync_mode=locks))
     except Exception as error:  # a library without its driver raises what it likes
         why = str(error) or type(error).__name__
         raise LinkMissing(f"weights.link = nixl: {why}; pip install nixl where relays and trainer run") from None
