@@ -289,8 +289,9 @@ class TrainReply(msgspec.Struct, kw_only=True, frozen=True):
 
 class PublishReq(msgspec.Struct, kw_only=True, frozen=True):
     """POST /publish: one part of moving weights. ``disk``: write the current weights, ``version``, to the folder
-    ``path``. ``stage``: gather them into rank 0's memory. ``collective``: broadcast what was staged as ``version`` over
-    the update group, while the servers receive; needs nothing of the ranks, so a train step may run meanwhile.
+    ``path``. ``stage``: gather them into rank 0's memory. ``hold``: keep what is staged as ``version`` until it was
+    broadcast, whatever is staged meanwhile. ``collective``: broadcast what is held over the update group, while the
+    servers receive; like ``hold`` it needs nothing of the ranks, so a train step may run meanwhile.
     ``relay``: each rank copies its share into memory that it offers to relays, at the answer's ``outlets``."""
 
     version: int

@@ -48,6 +48,10 @@ EXIT_GRACE_S = 10.0
 """How long a job whose connection broke may take to end, so that its exit tells why."""
 
 
+class _NotStaged(TrainerError):
+    """Another version has taken its place."""
+
+
 class HttpTrainer:
     """``ports.Trainer`` over a torchrun job on this machine, or over the one at ``url``, which is never stopped.
 
@@ -152,6 +156,15 @@ class HttpTrainer:
         reply = await self._command("publish", PublishReq(version=version, transport=transport, path=path))
         self._info = msgspec.structs.replace(self.info, checksums=reply.checksums, outlets=reply.outlets)
         return reply.metrics
+
+    async def hold(self, version: int) -> bool:
+        """Have what is staged as ``version`` kept until it was broadcast; False if it is not staged any more. Raises
+        ``TrainerError``."""
+        try:
+            await self._command("publish", PublishReq(version=version, transport="hold"), _NotStaged)
+        except _NotStaged:
+            return False
+        return True
 
     @property
     def outlets(self) -> list[str]:

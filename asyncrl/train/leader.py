@@ -2,7 +2,7 @@
 
 main thread ── channel ──▶ ranks 1…           feed, train_step, publish (disk, stage, relay), save (copies, begins to
                                               write)
-sender thread ── update group ──▶ servers     open_group, join_group, publish (collective): may run beside a train step
+sender thread ── update group ──▶ servers     open_group, join_group, publish (hold, collective): may run beside a step
 checkpoint thread ── gloo ──▶ ranks 1…        what save began: may run beside both
 """
 
@@ -53,6 +53,8 @@ class Leader:
         self._run_dir = run_dir
         self._fed = Fed()
         self._staged: tuple[int, dict[str, Tensor]] = (-1, {})
+        self._held = self._staged
+        """Of what was staged, what the sender is about to send, or sends."""
         self._checksums: list[int] = []
         """Of the staged tensors."""
         self._group: UpdateGroup | None = None
@@ -178,7 +180,7 @@ class Leader:
         elif request.transport == "relay":
             self._offer(version)
         else:
-            raise Refused(f"transport {request.transport!r} is not known; use disk, stage, collective or relay")
+            raise Refused(f"transport {request.transport!r} is not known; use disk, stage, hold, collective or relay")
         return {"seconds": time.perf_counter() - started, "bytes": float(self._rank.weights.nbytes)}
 
     def save(self, request: SaveReq) -> dict[str, float]:
@@ -284,11 +286,19 @@ class Leader:
             raise Refused(f"the update group was not formed: {_first_line(error)}") from error
         return {"seconds": time.perf_counter() - started}
 
+    def hold(self, request: PublishReq) -> dict[str, float]:
+        staged, tensors = self._staged
+        if request.version != staged:
+            found = f"version {staged} is staged" if tensors else "nothing is staged"
+            raise Refused(f"version {request.version} cannot be broadcast: {found}")
+        self._held = staged, tensors
+        return {}
+
     def broadcast(self, request: PublishReq) -> dict[str, float]:
-        version, (held, staged) = request.version, self._staged
+        version, (held, tensors) = request.version, self._held
         if version != held:
-            found = f"version {held} is staged" if staged else "nothing is staged"
-            raise Refused(f"version {version} cannot be broadcast: {found}")
+            self._leave_group()  # the servers wait for what will not come
+            raise Refused(f"version {version} is not held to be broadcast")
         if self._group is None:
             raise Refused("no update group: open one first")
         started = time.perf_counter()
@@ -296,11 +306,13 @@ class Leader:
             for bucket in self._rank.weights.buckets(self._rank.recipe.weights.bucket_mb * 2**20):
                 # NCCL sends from the GPU, where one bucket at a time has room.
                 home = self._rank.device if self._group.on_gpu else torch.device("cpu")
-                self._group.broadcast([staged[t.name].to(home) for t in bucket])
+                self._group.broadcast([tensors[t.name].to(home) for t in bucket])
         except RuntimeError as error:
             # The other members wait for what will not come; a closed connection tells them so.
             self._leave_group()
             raise Refused(f"the broadcast of version {version} failed: {_first_line(error)}") from error
+        finally:
+            self._held = (-1, {})
         return {"seconds": time.perf_counter() - started, "bytes": float(self._rank.weights.nbytes)}
 
     def _leave_group(self) -> None:

@@ -1,7 +1,8 @@
 """WeightTransport over a process group: rank 0 of the trainer broadcasts, the servers receive. Imports no torch.
 
 ``prepare`` makes a copy in the trainer's memory, so that a version can be delivered at any time: also to a server that
-comes back while the next step runs. A group cannot lose or gain a member, so it is formed anew for each other set of
+comes back while the next step runs, and, as the trainer holds it until it was sent, while the next version is prepared.
+A group cannot lose or gain a member, so it is formed anew for each other set of
 servers, and after any failure. Deliveries go one after another: the trainer sends to one group at a time.
 """
 
@@ -28,6 +29,8 @@ class Publisher(Protocol):
 
     async def publish(self, version: int, transport: str, path: str = "") -> object: ...
 
+    async def hold(self, version: int) -> bool: ...
+
     async def open_group(self, address: str, world_size: int, group: str, backend: str) -> int: ...
 
     async def join_group(self) -> None: ...
@@ -46,6 +49,8 @@ class CollectiveTransport:
         self._members: set[str] = set()
         """Names of the servers in the group, empty when there is no usable group."""
         self._sending = asyncio.Lock()
+        self._staged: tuple[int, Sequence[int]] = (-1, ())
+        """The version that was prepared last, and its checksums."""
 
     def forget(self) -> None:
         self._members = set()
@@ -67,12 +72,14 @@ class CollectiveTransport:
 
     async def prepare(self, version: int) -> None:
         await self._trainer.publish(version, "stage")
+        self._staged = version, self._trainer.info.checksums
 
     async def arrive(self, engines: Sequence[Engine], version: int) -> None:
         """It goes straight from the trainer's memory into the servers'."""
 
     async def deliver(self, engines: Sequence[Engine], version: int) -> None:
         async with self._sending:
+            checksums = await self._hold(version)
             names = {engine.name for engine in engines}
             formed, self._members = self._members == names, set()  # until it has gone well
             if not formed:
@@ -81,11 +88,18 @@ class CollectiveTransport:
             await self._together(
                 self._trainer.publish(version, "collective"),
                 [
-                    e.load_from_group(info.names, info.dtypes, info.shapes, self._group, version, info.checksums)
+                    e.load_from_group(info.names, info.dtypes, info.shapes, self._group, version, checksums)
                     for e in engines
                 ],
             )
             self._members = names
+
+    async def _hold(self, version: int) -> Sequence[int]:
+        """Its checksums. Raises ``EngineError`` where it is not staged any more, before servers wait for it."""
+        staged, checksums = self._staged
+        if version != staged or not await self._trainer.hold(version):
+            raise EngineError(f"version {version} cannot be broadcast: another has taken its place")
+        return checksums
 
     async def close(self) -> None:
         """The group ends with its processes."""

@@ -135,14 +135,17 @@ def test_an_address_that_is_not_the_trainers_is_refused_with_the_key(leader: Lea
 
 
 def test_an_unknown_transport_is_refused_with_the_known_ones(leader: Leader) -> None:
-    with pytest.raises(Refused, match="'pigeon' is not known; use disk, stage, collective or relay"):
+    with pytest.raises(Refused, match="'pigeon' is not known; use disk, stage, hold, collective or relay"):
         leader.publish(PublishReq(version=4, transport="pigeon"))
 
 
-def test_only_what_is_staged_is_broadcast_and_only_to_a_group(leader: Leader) -> None:
-    request = PublishReq(version=4, transport="collective")
+def test_only_what_is_staged_and_held_is_broadcast_and_only_to_a_group(leader: Leader) -> None:
+    hold, request = PublishReq(version=4, transport="hold"), PublishReq(version=4, transport="collective")
     with pytest.raises(Refused, match="version 4 cannot be broadcast: nothing is staged"):
-        leader.broadcast(request)
+        leader.hold(hold)
     leader.publish(PublishReq(version=4, transport="stage"))
+    with pytest.raises(Refused, match="version 4 is not held to be broadcast"):
+        leader.broadcast(request)
+    leader.hold(hold)
     with pytest.raises(Refused, match="no update group"):
         leader.broadcast(request)

@@ -205,8 +205,11 @@ async def test_collective_brings_the_staged_version_even_after_another_step(
 ) -> None:
     expected = load_file(await saved(trainer, tmp_path) / "model.safetensors")
     await trainer.publish(STEPS, "stage")
+    assert await trainer.hold(STEPS)
     batch = make_batch(STEPS, seed=STEPS)
     await trainer.train_step(batch, make_advantages(batch, STEPS))
+    await trainer.publish(STEPS + 1, "stage")
+    assert not await trainer.hold(STEPS), "the next one has taken its place; but what is held stays"
 
     port = await trainer.open_group("127.0.0.1", 2, "update", "gloo")
     info, wait = trainer.info, timedelta(seconds=30)
@@ -232,8 +235,8 @@ async def test_collective_brings_the_staged_version_even_after_another_step(
     weights = received.result()
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
-    with pytest.raises(TrainerError, match=f"version {STEPS + 1} cannot be broadcast: version {STEPS} is staged"):
-        await trainer.publish(STEPS + 1, "collective")
+    with pytest.raises(TrainerError, match=f"version {STEPS} is not held to be broadcast"):
+        await trainer.publish(STEPS, "collective")
 
 
 async def test_health_answers_while_a_step_runs(trainer: HttpTrainer) -> None:

@@ -21,6 +21,7 @@ class PlayedTrainer:
         self.log: list[str] = []
         self.alive = True
         self.fails: TrainerError | None = None
+        self.superseded = False
         self.info = TrainerInfo(
             version=0,
             world_size=1,
@@ -36,6 +37,12 @@ class PlayedTrainer:
     async def publish(self, version: int, transport: str, path: str = "") -> None:
         self.log.append(f"publish {version} {transport} {path}".strip())
         await self._collective(transport == "collective")
+
+    async def hold(self, version: int) -> bool:
+        self.log.append(f"hold {version}")
+        if self.fails is not None:
+            raise self.fails
+        return self.log.count(f"publish {version} stage") > 0 and not self.superseded
 
     async def open_group(self, address: str, world_size: int, group: str, backend: str) -> int:
         self.log.append(f"open {address} for {world_size} {backend}")
@@ -118,8 +125,13 @@ def servers(trainer: PlayedTrainer) -> list[PlayedServer]:
     return [PlayedServer(name, trainer) for name in ("s0", "s1", "s2")]
 
 
-def collective(trainer: PlayedTrainer) -> CollectiveTransport:
-    return CollectiveTransport(trainer, address="10.0.0.1", backend="gloo")
+async def collective(trainer: PlayedTrainer, version: int = 1) -> CollectiveTransport:
+    """With a version to deliver."""
+    transport = CollectiveTransport(trainer, address="10.0.0.1", backend="gloo")
+    await transport.prepare(version)
+    trainer.log.clear()
+    trainer.log.append(f"publish {version} stage")
+    return transport
 
 
 # --- disk
@@ -158,10 +170,9 @@ async def test_closing_removes_the_versions_and_nothing_else(trainer: PlayedTrai
 async def test_all_members_meet_in_one_group_with_the_trainer_as_rank_0(
     trainer: PlayedTrainer, servers: list[PlayedServer]
 ) -> None:
-    transport: WeightTransport = collective(trainer)
-    await transport.prepare(1)
+    transport: WeightTransport = await collective(trainer)
     await transport.deliver(as_engines(servers), 1)
-    assert trainer.log == ["publish 1 stage", "open 10.0.0.1 for 4 gloo", "publish 1 collective"]
+    assert trainer.log == ["publish 1 stage", "hold 1", "open 10.0.0.1 for 4 gloo", "publish 1 collective"]
     assert [server.rank for server in servers] == [1, 2, 3]
     assert all(server.held == (("a", "b"), 1) for server in servers)
 
@@ -171,15 +182,15 @@ async def test_every_tensor_parallel_rank_of_a_server_is_a_member(
 ) -> None:
     for server, ranks in zip(servers, (2, 1, 4), strict=True):
         server.ranks = ranks
-    await collective(trainer).deliver(as_engines(servers), 1)
-    assert trainer.log[0] == "open 10.0.0.1 for 8 gloo"
+    await (await collective(trainer)).deliver(as_engines(servers), 1)
+    assert "open 10.0.0.1 for 8 gloo" in trainer.log
     assert [server.rank for server in servers] == [1, 3, 4]
 
 
 async def test_a_group_is_formed_anew_for_another_set_of_servers_and_kept_for_the_same(
     trainer: PlayedTrainer, servers: list[PlayedServer]
 ) -> None:
-    transport = collective(trainer)
+    transport = await collective(trainer)
     groups = []
     for members in (servers, list(reversed(servers)), servers[:1], servers):
         await transport.deliver(as_engines(members), 1)
@@ -191,23 +202,39 @@ async def test_a_group_is_formed_anew_for_another_set_of_servers_and_kept_for_th
 async def test_after_a_failed_delivery_the_group_is_not_used_again(
     trainer: PlayedTrainer, servers: list[PlayedServer]
 ) -> None:
-    transport = collective(trainer)
-    await transport.deliver(as_engines(servers), 0)
+    transport = await collective(trainer)
+    await transport.deliver(as_engines(servers), 1)
     first = servers[0].group
+    await transport.prepare(2)
     servers[1].fails = EngineError("s1: gone")
     with pytest.raises(EngineError, match="s1: gone"):
-        await transport.deliver(as_engines(servers), 1)
+        await transport.deliver(as_engines(servers), 2)
     servers[1].fails = None
-    await transport.deliver(as_engines(servers), 1)
+    await transport.deliver(as_engines(servers), 2)
     assert servers[0].group != first
-    assert all(server.held == (("a", "b"), 1) for server in servers)
+    assert all(server.held == (("a", "b"), 2) for server in servers)
+
+
+async def test_a_version_whose_place_was_taken_is_refused_before_servers_wait_for_it(
+    trainer: PlayedTrainer, servers: list[PlayedServer]
+) -> None:
+    """A server that comes back may ask for it just when the next one is prepared."""
+    for server in servers:
+        server.fails = EngineError("was asked")
+    transport = await collective(trainer)
+    trainer.superseded = True  # the trainer has staged the next one already
+    with pytest.raises(EngineError, match="version 1 cannot be broadcast: another has taken its place"):
+        await transport.deliver(as_engines(servers), 1)
+    await transport.prepare(2)
+    with pytest.raises(EngineError, match="version 1 cannot be broadcast: another has taken its place"):
+        await transport.deliver(as_engines(servers), 1)
 
 
 async def test_a_dead_trainer_is_told_from_the_servers_that_lost_it(
     trainer: PlayedTrainer, servers: list[PlayedServer]
 ) -> None:
-    transport = collective(trainer)
-    await transport.deliver(as_engines(servers), 0)
+    transport = await collective(trainer)
+    await transport.deliver(as_engines(servers), 1)
     trainer.alive, trainer.fails = False, TrainerError("trainer: the job ended")
     with pytest.raises(TrainerError, match="the job ended"):
         await transport.deliver(as_engines(servers), 1)
@@ -217,19 +244,21 @@ async def test_servers_are_not_asked_to_join_a_trainer_that_does_not_listen(
     trainer: PlayedTrainer, servers: list[PlayedServer]
 ) -> None:
     """They would wait for it, and the run for them."""
+    transport = await collective(trainer)
     trainer.fails = TrainerDied("trainer: rank 0 was killed by SIGKILL")
     for server in servers:
         server.fails = EngineError("was asked")
     with pytest.raises(TrainerDied):
-        await collective(trainer).deliver(as_engines(servers), 1)
+        await transport.deliver(as_engines(servers), 1)
 
 
 async def test_a_refusal_by_the_trainer_alone_is_reported_as_such(
     trainer: PlayedTrainer, servers: list[PlayedServer]
 ) -> None:
+    transport = await collective(trainer)
     trainer.fails = TrainerError("trainer: version 5 cannot be published: the weights are version 4")
     with pytest.raises(TrainerError, match="version 5 cannot be published"):
-        await collective(trainer).prepare(5)
+        await transport.prepare(5)
 
 
 def as_engines(servers: Sequence[PlayedServer]) -> list[Engine]:
