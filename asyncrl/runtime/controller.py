@@ -152,46 +152,52 @@ class AsyncController:
         result = await self._trainer.train_step(batch, self._advantages(batch))
         trained = loop.time()
         self._observer.span("trainer", "train", got, trained, {"version": step})
-        self._enter(who, DELIVERY)
-        await self._delivered()  # the version before, which the next would take the place of
-        self._enter(who, TRAINER)
-        await self._parameters.prepare(result.version)
-        self._enter(who, DELIVERY)
-        self._delivery = root.create_task(self._deliver(result.version))
-        if not self._overlap:
-            await self._delivered()
-        ended = loop.time()
-        snapshot = self._buffer.snapshot()
-        self._observer.step(
-            StepMetrics(
-                batch=batch,
-                at=ended,
-                seconds=ended - started,
-                wait_s=got - started - streamed_s,
-                train_s=trained - got + streamed_s,
-                streamed_s=streamed_s,
-                update_s=ended - trained,
-                tokens=self._proxy.generated,
-                trainer=result.metrics,
-                buffer={
-                    "reserved": snapshot.staleness.reserved,
-                    "occupied": snapshot.staleness.occupied,
-                    "capacity": snapshot.staleness.capacity,
-                    "filtered": snapshot.filtered,
-                    "reused": snapshot.reused,
-                },
-                envs={
-                    "retried": snapshot.retried,
-                    "failed_task": snapshot.failed_task,
-                    "failed_infra": snapshot.failed_infra,
-                },
-                ledger=self._buffer.ledger.counts(),
+        try:
+            await self._hand_over(who, result.version, root)
+        finally:  # what was trained is told, also when an interrupt comes now
+            ended = loop.time()
+            snapshot = self._buffer.snapshot()
+            self._observer.step(
+                StepMetrics(
+                    batch=batch,
+                    at=ended,
+                    seconds=ended - started,
+                    wait_s=got - started - streamed_s,
+                    train_s=trained - got + streamed_s,
+                    streamed_s=streamed_s,
+                    update_s=ended - trained,
+                    tokens=self._proxy.generated,
+                    trainer=result.metrics,
+                    buffer={
+                        "reserved": snapshot.staleness.reserved,
+                        "occupied": snapshot.staleness.occupied,
+                        "capacity": snapshot.staleness.capacity,
+                        "filtered": snapshot.filtered,
+                        "reused": snapshot.reused,
+                    },
+                    envs={
+                        "retried": snapshot.retried,
+                        "failed_task": snapshot.failed_task,
+                        "failed_infra": snapshot.failed_infra,
+                    },
+                    ledger=self._buffer.ledger.counts(),
+                )
             )
-        )
         due = self._checkpoint_every and step + 1 >= self._checkpointed() + self._checkpoint_every
         if due and step + 1 < self._steps:
             self._enter(who, TRAINER)
             await self._checkpoint(result.version)
+
+    async def _hand_over(self, who: str, version: int, root: asyncio.TaskGroup) -> None:
+        """Take the new version from the trainer, and begin to put it on the servers; without overlap to the end."""
+        self._enter(who, DELIVERY)
+        await self._delivered()  # the version before, which the next would take the place of
+        self._enter(who, TRAINER)
+        await self._parameters.prepare(version)
+        self._enter(who, DELIVERY)
+        self._delivery = root.create_task(self._deliver(version))
+        if not self._overlap:
+            await self._delivered()
 
     def _enter(self, who: str, what: str) -> None:
         self._gate.who = who

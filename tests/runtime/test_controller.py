@@ -221,7 +221,8 @@ def test_an_env_that_raises_cancelled_error_or_exits_fails_its_episode_only(monk
 
 
 def test_cancelling_at_any_turn_of_the_loop_leaves_the_books_right() -> None:
-    """AsyncController.run raises LedgerError if they were not; besides, servers and environments must be empty."""
+    """AsyncController.run raises LedgerError if they were not; besides, servers and environments must be empty, and of
+    each step that was trained something is told."""
     slow = {"kind": "normal", "mean": 0.5, "std": 0.5}
     settings = recipe(
         rollout={"batch_groups": 2, "num_envs": 6}, run={"steps": 2}, sim={"env": {"step": slow, "crash": 0.1}}
@@ -237,4 +238,7 @@ def test_cancelling_at_any_turn_of_the_loop_leaves_the_books_right() -> None:
             simulation = simulations[0]
             assert all(i.running == 0 and i.tokens == 0 for i in simulation.run.proxy.instances)
             assert simulation.envs.open == 0
+            events = simulation.trace.events
+            trained = [event for event in events if event[:3] == ("span", "trainer", "train")]
+            assert len(trained) == sum(event[0] == "step" for event in events)
     assert turn > 300
