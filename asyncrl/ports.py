@@ -281,12 +281,12 @@ class Tokenizer(Protocol):
 
 
 class StepMetrics(Record, frozen=True, kw_only=True):
-    """One finished train step as the controller saw it. Times are seconds of loop time; ``at`` is the step's end.
+    """One finished train step as the controller saw it. Times are seconds of loop time; ``at`` is when it was trained.
 
-    ``seconds`` is the whole step and contains ``wait_s`` (for the batch), ``train_s`` and ``update_s`` (weights to the
-    servers). ``streamed_s`` is what of ``train_s`` was begun before the batch was complete. ``tokens`` counts what the
-    servers generated since the run began. ``trainer`` is ``StepResult.metrics``; ``buffer``, ``envs`` (episodes retried
-    and failed since the run began) and ``ledger`` are counts by name at ``at``.
+    ``seconds`` is the whole step and contains ``update_s`` (the weights that it starts from, to the servers), ``wait_s``
+    (for the batch) and ``train_s``. ``streamed_s`` is what of ``train_s`` was begun before the batch was complete.
+    ``tokens`` counts what the servers generated since the process began. ``trainer`` is ``StepResult.metrics``;
+    ``buffer``, ``envs`` (episodes retried and failed since the run began) and ``ledger`` are counts by name at ``at``.
     """
 
     batch: Batch

@@ -93,7 +93,8 @@ def trainer_speed(run_dir: Path) -> TrainerModel:
 def weight_update(run_dir: Path) -> tuple[float, float]:
     """Mean seconds (beside generation, with the servers standing still) of a weight update."""
     prepare = fmean(e.dur / 1e6 for e in read_trace(run_dir / TRACE) if e.name == "prepare weights")
-    whole = fmean(line["time/update"] for line in read_lines(run_dir / METRICS))
+    _, *steps = read_lines(run_dir / METRICS)  # the first starts from weights that the servers have
+    whole = fmean(line["time/update"] for line in steps)
     return prepare, whole - prepare
 
 

@@ -92,6 +92,7 @@ class AsyncController:
         self._overlap = overlap
         self._delivery: asyncio.Task[None] | None = None
         """Puts the newest version on the servers."""
+        self._update_s = 0.0  # that the newest version took from the trainer's step to the next
         self._streamed_groups = streamed_groups
         self._eval_every = eval_every
         self._services = services
@@ -152,37 +153,36 @@ class AsyncController:
         result = await self._trainer.train_step(batch, self._advantages(batch))
         trained = loop.time()
         self._observer.span("trainer", "train", got, trained, {"version": step})
-        try:
-            await self._hand_over(who, result.version, root)
-        finally:  # what was trained is told, also when an interrupt comes now
-            ended = loop.time()
-            snapshot = self._buffer.snapshot()
-            self._observer.step(
-                StepMetrics(
-                    batch=batch,
-                    at=ended,
-                    seconds=ended - started,
-                    wait_s=got - started - streamed_s,
-                    train_s=trained - got + streamed_s,
-                    streamed_s=streamed_s,
-                    update_s=ended - trained,
-                    tokens=self._proxy.generated,
-                    trainer=result.metrics,
-                    buffer={
-                        "reserved": snapshot.staleness.reserved,
-                        "occupied": snapshot.staleness.occupied,
-                        "capacity": snapshot.staleness.capacity,
-                        "filtered": snapshot.filtered,
-                        "reused": snapshot.reused,
-                    },
-                    envs={
-                        "retried": snapshot.retried,
-                        "failed_task": snapshot.failed_task,
-                        "failed_infra": snapshot.failed_infra,
-                    },
-                    ledger=self._buffer.ledger.counts(),
-                )
+        # Before the next await: nothing makes durable that the step is trained before what is told of it.
+        snapshot = self._buffer.snapshot()
+        self._observer.step(
+            StepMetrics(
+                batch=batch,
+                at=trained,
+                seconds=self._update_s + trained - started,
+                wait_s=got - started - streamed_s,
+                train_s=trained - got + streamed_s,
+                streamed_s=streamed_s,
+                update_s=self._update_s,
+                tokens=self._proxy.generated,
+                trainer=result.metrics,
+                buffer={
+                    "reserved": snapshot.staleness.reserved,
+                    "occupied": snapshot.staleness.occupied,
+                    "capacity": snapshot.staleness.capacity,
+                    "filtered": snapshot.filtered,
+                    "reused": snapshot.reused,
+                },
+                envs={
+                    "retried": snapshot.retried,
+                    "failed_task": snapshot.failed_task,
+                    "failed_infra": snapshot.failed_infra,
+                },
+                ledger=self._buffer.ledger.counts(),
             )
+        )
+        await self._hand_over(who, result.version, root)
+        self._update_s = loop.time() - trained
         due = self._checkpoint_every and step + 1 >= self._checkpointed() + self._checkpoint_every
         if due and step + 1 < self._steps:
             self._enter(who, TRAINER)

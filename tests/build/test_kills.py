@@ -152,6 +152,8 @@ class Life:
         self.checkpoint = checkpoint
         self.watched = watched
         self.disks: list[Disk] = []
+        self.told = 0
+        """Steps whose metrics were on the disk when the last write began."""
         run_dir.mkdir(exist_ok=True)
         run(self._live(), limit=1e6)
 
@@ -164,6 +166,7 @@ class Life:
         )
         store.db.execute("PRAGMA synchronous = OFF")
         self.saved = store.load(self.checkpoint[0])
+        store.before = self._flush
         write = store.write
 
         def watched_write(put: int | None = None) -> None:
@@ -189,7 +192,12 @@ class Life:
         await self.simulation.play()
         store.close()
 
+    def _flush(self) -> None:
+        self.told = sum(event[0] == "step" for event in self.simulation.trace.events)
+
     def _look(self, store: Store) -> None:
+        [(trained,)] = store.db.execute("SELECT count(*) FROM steps WHERE checksum IS NOT NULL")
+        assert trained <= self.saved.version + self.told, "a step is trained of which metrics.jsonl has no line"
         folder = self.run_dir / SEGMENTS
         segments = {path.name: path.read_bytes() for path in folder.iterdir()}
         disk = Disk(store.db.serialize(), segments, self.simulation.trainer.checkpoint)
