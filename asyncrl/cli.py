@@ -73,11 +73,11 @@ def _parser() -> argparse.ArgumentParser:
     sim.add_argument("--run-dir", type=Path, help="where the run is written (default: runs/sim-RECIPE-TIME)")
     sim.add_argument("--seed", type=int, metavar="S", help="play this seed, in place of the recipe's")
     mode = sim.add_mutually_exclusive_group()
-    mode.add_argument("--seeds", type=int, metavar="N", help="play seeds S, S+1, … on all cores, and write nothing")
+    mode.add_argument("--seeds", type=_count, metavar="N", help="play seeds S, S+1, … on all cores, and write nothing")
     mode.add_argument("--check-determinism", action="store_true", help="play twice and compare the traces")
     mode.add_argument("--compare", action="store_true", help="play several recipes, and draw them side by side")
     sim.add_argument("--presets", metavar="A,B,…", help="with --compare: each recipe under these presets")
-    sim.add_argument("--jobs", type=int, default=0, metavar="J", help="processes of --seeds (default: one a core)")
+    sim.add_argument("--jobs", type=_count, default=0, metavar="J", help="processes of --seeds (default: one a core)")
     sim.set_defaults(run=_sim)
 
     plan = commands.add_parser("plan", help="what a recipe will come to, from formulas; or measure servers for it")
@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     view.add_argument("--task", default="", metavar="T", help="list those only whose task's id contains T")
     view.add_argument(
         "--last",
-        type=int,
+        type=_count,
         default=20,
         metavar="N",
         help="list so many that ended, and so many that have not (default: 20)",
@@ -166,6 +166,12 @@ def _add_recipe(
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="e.g. staleness.bound=2"
     )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
 
 
 def _load(args: argparse.Namespace) -> Recipe:

@@ -283,8 +283,8 @@ class Tokenizer(Protocol):
 class StepMetrics(Record, frozen=True, kw_only=True):
     """One finished train step as the controller saw it. Times are seconds of loop time; ``at`` is when it was trained.
 
-    ``seconds`` is the whole step and contains ``update_s`` (the weights that it starts from, to the servers), ``wait_s``
-    (for the batch) and ``train_s``. ``streamed_s`` is what of ``train_s`` was begun before the batch was complete.
+    ``seconds`` is the whole step: ``update_s`` (the weights that it starts from, to the servers), ``wait_s`` (for the
+    batch) and ``train_s``. ``streamed_s`` is what of ``train_s`` was begun before the batch was complete.
     ``tokens`` counts what the servers generated since the process began. ``trainer`` is ``StepResult.metrics``;
     ``buffer``, ``envs`` (episodes retried and failed since the run began) and ``ledger`` are counts by name at ``at``.
     """

@@ -81,6 +81,10 @@ def test_check_prints_the_recipe_as_resolved_and_starts_nothing(
         (["--set", "staleness.bound=-1"], "asyncrl: staleness.bound = -1.0: must be 0 or more"),
         (["--set", "egnine.count=1"], "asyncrl: egnine: unknown key; did you mean 'engine'?"),
         (
+            ["--set", "staleness.queue=inf"],
+            "asyncrl: staleness.queue = inf: must hold at least one batch, and not endlessly many",
+        ),
+        (
             ["--set", "nonsense"],
             "asyncrl: --set 'nonsense': write key=value, for instance --set trainer.learning_rate=1e-5",
         ),
@@ -103,7 +107,19 @@ def test_a_missing_recipe_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert one_line(capsys).startswith(f"asyncrl: {tmp_path / 'none'}: No such file or directory")
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["check"], ["train", "x", "--sett", "a=b"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["fly"],
+        ["check"],
+        ["train", "x", "--sett", "a=b"],
+        ["view", "x", "--last", "-1"],
+        ["view", "x", "--last", "0"],
+        ["sim", "x", "--seeds", "0"],
+        ["sim", "x", "--seeds", "2", "--jobs", "-1"],
+    ],
+)
 def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(arguments)

@@ -51,14 +51,15 @@ class BudgetKeeper(Observer):
             episodes_a_slot=episodes_a_slot,
         )
         self.setting = Setting(
-            bound=float(notes.get("bound", recipe.staleness.bound)),
+            bound=min(max(float(notes.get("bound", recipe.staleness.bound)), adaptive.bound_min), adaptive.bound_max),
             num_envs=min(rollout.num_envs, int(notes.get("slots", rollout.num_envs))),
         )
         self._since = self._tally.newest
         self._staleness: list[int] = []
 
     def begin(self, keep_idle: Callable[[int], None]) -> None:
-        """With the slots that are in use now."""
+        """With the bound and the slots that are in use now."""
+        self._set_bound(self.setting.bound)
         self.keep_idle = keep_idle
         keep_idle(self._budget.envs_max - self.setting.num_envs)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -22,7 +23,7 @@ import msgspec
 from asyncrl.config import Recipe, RecipeError
 from asyncrl.core.types import Record
 from asyncrl.observe.database import STORE
-from asyncrl.observe.run_dir import METRICS, SUMMARY, read_lines, write_atomic
+from asyncrl.observe.run_dir import METRICS, SUMMARY, RunDirError, read_lines, write_atomic
 from asyncrl.ports import Blocking, CheckpointFailed, CheckpointLost
 from asyncrl.shield import to_the_end
 from asyncrl.train.description import PREFIX, CheckpointError, check, version_of, versions
@@ -231,12 +232,17 @@ class Keeper:
         for i, e in enumerate(entries):
             if (accuracy := self._accuracy(e.version)) is not None:
                 entries[i] = msgspec.structs.replace(e, accuracy=accuracy)
-        self._entries = kept(entries, self._keep, self._resumed)
+        self._entries, stay = entries, kept(entries, self._keep, self._resumed)
         self._pending = None
-        gone = {e.version for e in entries} - {e.version for e in self._entries}
-        index = Index(best=best(self._entries), checkpoints=self._entries)
+        gone = {e.version for e in entries} - {e.version for e in stay}
+        index = Index(best=best(stay), checkpoints=stay)
         # An interrupt that comes now must not leave files and books apart; the slow removing may be cut short.
-        asides = await to_the_end(self._blocking.run(self._write, index, gone), WRITE_S)
+        try:
+            asides = await to_the_end(self._blocking.run(self._write, index, gone), WRITE_S)
+        except (RunDirError, OSError) as error:
+            self._failed(CheckpointFailed(f"checkpoints: {error or 'the disk does not answer'}"))
+            return
+        self._entries = stay
         for aside in asides:
             await self._blocking.run(shutil.rmtree, aside, True)
 
@@ -245,8 +251,10 @@ class Keeper:
         write_atomic(self._folder / INDEX, msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n")
         asides = []
         for version in sorted(gone):
-            asides.append(self._folder / f".{PREFIX}{version}.old")
-            (self._folder / f"{PREFIX}{version}").rename(asides[-1])
+            aside = self._folder / f".{PREFIX}{version}.old"
+            with suppress(FileNotFoundError):  # a user has removed it
+                (self._folder / f"{PREFIX}{version}").rename(aside)
+                asides.append(aside)
         return asides
 
     def _failed(self, error: CheckpointFailed) -> None:

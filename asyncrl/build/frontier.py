@@ -24,9 +24,13 @@ HERE, MEASURED, FRONT = "#111111", "#d03030", "#c9ced6"
 
 
 def draw(file: Path, name: str, system: System, work: Workload, measured: Sequence[tuple[float, float]] = ()) -> None:
-    """Write the picture; ``measured`` are (period, staleness) of a past run. Raises ``OSError``."""
-    buffer = io.BytesIO()
-    build_figure(name, system, work, measured).savefig(buffer, format=file.suffix.removeprefix(".") or "png", dpi=DPI)
+    """Write the picture; ``measured`` are (period, staleness) of a past run. Raises ``OSError``, and ``ValueError`` for
+    a kind of picture that there is not."""
+    buffer, kind = io.BytesIO(), file.suffix.removeprefix(".") or "png"
+    figure = build_figure(name, system, work, measured)
+    if kind not in (kinds := sorted(figure.canvas.get_supported_filetypes())):
+        raise ValueError(f"no picture can be a .{kind}; there are {', '.join(kinds)}")
+    figure.savefig(buffer, format=kind, dpi=DPI)
     file.write_bytes(buffer.getvalue())
 
 

@@ -197,6 +197,8 @@ def _draw(
         draw(file, recipe.name, system, work, measured)
     except OSError as error:
         raise RecipeError(f"{file}: cannot write the picture ({error.strerror}); name another file") from None
+    except ValueError as error:
+        raise RecipeError(f"{file}: {error}") from None
     print(f"\n  {file}", file=out)
 
 

@@ -100,7 +100,7 @@ async def train(
     recorder.fill = store.fill_now
     write_atomic(run_dir / RECIPE, dumps(recipe))
     logs = run_dir / "logs"
-    logs.mkdir(exist_ok=point is not None)
+    logs.mkdir(exist_ok=True)
     progress = Progress(recorder, out)
     blocking = ThreadBlocking()
     gate, lag = Stage("the start"), LoopLag()

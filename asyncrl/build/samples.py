@@ -20,6 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from asyncrl.config import Recipe, RecipeError
+from asyncrl.config.base import require
 from asyncrl.core.distributions import Empirical
 from asyncrl.core.types import OBSERVED_VERSION, Record
 
@@ -34,7 +35,11 @@ class _Line(Record, frozen=True, kw_only=True):
 
 
 def read_samples(recipe: Recipe) -> Recipe:
-    """The recipe with every file of an empirical distribution replaced by its values. Raises ``RecipeError``."""
+    """The recipe with every file of an empirical distribution replaced by its values. Raises ``RecipeError``, also for
+    several sources of which ``[sim]``, which describes one kind of tasks, would say something else than the recipe."""
+    for name, source in recipe.mixture.items():
+        alike = "one kind of tasks is simulated or planned: give all sources the max_turns of [env], set as for most"
+        require(source.env.max_turns == recipe.env.max_turns, f"sources.{name}.max_turns", source.env.max_turns, alike)
     env = _read(recipe.sim.env, "sim.env", ("reset", "step", "turns", "observation_tokens"))
     sim = _read(msgspec.structs.replace(recipe.sim, env=env), "sim", ("lengths", "prompt_tokens"))
     return msgspec.structs.replace(recipe, sim=sim)

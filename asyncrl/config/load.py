@@ -224,7 +224,8 @@ def check(recipe: Recipe) -> None:
         require(0 <= fault.server < there, f"sim.faults[{i}].server", fault.server, f"there are {there} servers")
     require(0 <= recipe.gateway.port < 65536, "gateway.port", recipe.gateway.port, "must be from 0 to 65535")
     _check_adaptive(recipe)
-    require(recipe.staleness.queue >= 1, "staleness.queue", recipe.staleness.queue, "must hold at least one batch")
+    held = "must hold at least one batch, and not endlessly many"
+    require(1 <= recipe.staleness.queue < math.inf, "staleness.queue", recipe.staleness.queue, held)
     require(all(0 <= b < 1 for b in t.betas), "trainer.betas", list(t.betas), "must be in [0, 1)")
     require(0 < r.top_p <= 1, "rollout.top_p", r.top_p, "must be in (0, 1]")
     check_algorithm(recipe.algorithm)
@@ -460,6 +461,7 @@ def _check_adaptive(recipe: Recipe) -> None:
     require(a.target >= 0, f"{key}.target", a.target, "must not be negative; 0: off")
     require(a.every_steps >= 1, f"{key}.every_steps", a.every_steps, "must be at least 1")
     require(0 <= a.bound_min <= a.bound_max, f"{key}.bound_min", a.bound_min, f"must be from 0 to {key}.bound_max")
+    require(a.bound_max < math.inf, f"{key}.bound_max", a.bound_max, "must be a number of versions")
     if a.target:
         wanted = "needs a control whose bound moves; set staleness.control to inflight_cap or buffers"
         require(s.control in ("inflight_cap", "buffers"), f"{key}.target", a.target, wanted)

@@ -44,7 +44,7 @@ WHOLE = -1
 def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
     """The database, with its tables. Raises ``RunDirError``."""
     with translated(path):
-        name = f"file:{path}?mode=ro" if read_only else str(path)
+        name = f"{path.absolute().as_uri()}?mode=ro" if read_only else str(path)
         db = sqlite3.connect(name, uri=read_only, check_same_thread=False)
         try:
             (schema,) = db.execute("PRAGMA user_version").fetchone()

@@ -178,8 +178,7 @@ class Progress:
     def _sample(self) -> None:
         """Remember totals, so that rates are over the recent past."""
         now = self._tally.clock()
-        tokens = self._tally.gauges.get("rollout/tokens", self._tally.metrics.get("tokens/total", 0.0))
-        self._samples.append((now, tokens, {n: s.totals(now) for n, s in self._tally.servers.items()}))
+        self._samples.append((now, self._tally.tokens, {n: s.totals(now) for n, s in self._tally.servers.items()}))
         while len(self._samples) > 2 and self._samples[1][0] <= now - RATE_WINDOW_S:
             self._samples.popleft()
 

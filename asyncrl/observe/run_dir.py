@@ -7,6 +7,7 @@ files appear complete, under their final name, or not at all. Readers accept a l
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,11 @@ class _Row(msgspec.Struct):
     id: int = 0
 
 
+_ROW = msgspec.json.Decoder(_Row)
+_CUT = ".cut-at-"
+"""Between a file's name and the byte where what was put aside of it belongs."""
+
+
 class Resumed(msgspec.Struct, frozen=True, kw_only=True):
     """Where a run goes on: at ``version``, ``at`` seconds into the run. What the run store knows: ``evaluated``, the
     version that was evaluated last, and whether a trajectory ``has_ended``. Without them the run goes back to a
@@ -114,22 +120,60 @@ def rewind(run_dir: Path, to: Resumed) -> None:
         EVALS: lambda row: row.version <= evaluated,
         TRAJECTORIES: lambda row: row.at <= to.at if has_ended is None else has_ended(row.id),
     }
-    decode = msgspec.json.Decoder(_Row).decode
     for name, keep in stays.items():
-        path, part = run_dir / name, run_dir / f"{name}.part"
+        path = run_dir / name
         try:
-            with path.open("rb") as old, part.open("wb") as new:
-                new.writelines(line for line in old if line.endswith(b"\n") and keep(decode(line)))
-            part.replace(path)
+            _put_back(path)
+            _cut(path, keep)
         except FileNotFoundError:
             continue
         except msgspec.DecodeError as error:
             raise RunDirError(f"{path}: has a line that is not a JSON object ({error}): remove it") from None
         except OSError as error:
-            part.unlink(missing_ok=True)
             raise _cannot_write(path, error) from None
     if (trace := run_dir / TRACE).exists():
         trace.replace(run_dir / f"trace-before-v{version}.json")
+
+
+def _cut(path: Path, keep: Callable[[_Row], bool]) -> None:
+    """Cut off the file from the first line that does not stay. Those after it that do (few, most that go are at the
+    end) are put aside first and put back then, so that no space is needed for the rest, and a kill loses none."""
+    part, cut = path.with_name(f"{path.name}.part"), 0
+    with path.open("rb") as lines:
+        for line in lines:
+            if not (line.endswith(b"\n") and keep(_ROW.decode(line))):
+                break
+            cut += len(line)
+        else:
+            return
+        try:
+            with part.open("wb") as aside:
+                aside.writelines(line for line in lines if line.endswith(b"\n") and keep(_ROW.decode(line)))
+                aside.flush()
+                os.fsync(aside.fileno())
+            part.rename(path.with_name(f"{path.name}{_CUT}{cut}"))
+        finally:
+            part.unlink(missing_ok=True)
+    _put_back(path)
+
+
+def _put_back(path: Path) -> None:
+    """What ``_cut`` has put aside, this time or before a kill."""
+    for aside in path.parent.glob(f"{path.name}{_CUT}*"):
+        with path.open("r+b") as file, aside.open("rb") as lines:
+            file.seek(int(aside.name.removeprefix(f"{path.name}{_CUT}")))
+            file.truncate()
+            shutil.copyfileobj(lines, file)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.unlink()
+
+
+def newest_ids(run_dir: Path) -> tuple[int, int]:
+    """The highest group and trajectory of the folder's run, by the trajectories that have ended; −1 without any. Raises
+    ``RunDirError``."""
+    found = [(row["group"], row["id"]) for row in read_lines(run_dir / TRAJECTORIES)]
+    return max((group for group, _ in found), default=-1), max((number for _, number in found), default=-1)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -70,16 +70,16 @@ class Reader:
             "SELECT count(*) FROM uses JOIN trajectories USING (group_id) WHERE trajectories.state = 'consumed'"
         )
         done = db.execute("SELECT tasks_done FROM groups WHERE id = ?", (groups - 1,)).fetchone()
-        notes = dict(db.execute("SELECT key, value FROM notes"))
+        notes = dict(db.execute("SELECT key, value FROM notes"))  # those of first_… where an earlier store was lost
         return Saved(
             life=int(notes.get("life", 0)),
             version=version,
             consumed=consumed,
             taken=taken,
             groups=tuple(self._groups()),
-            tasks_done=done[0] if done else 0,
-            next_group=groups,
-            next_trajectory=trajectories,
+            tasks_done=done[0] if done else int(notes.get("first_task", 0)),
+            next_group=max(groups, int(notes.get("first_group", 0))),
+            next_trajectory=max(trajectories, int(notes.get("first_trajectory", 0))),
             final={(state, reason): count for state, reason, count in final},
             uses=uses,
             filtered=filtered,

@@ -28,7 +28,7 @@ import msgspec
 from asyncrl.core import journal
 from asyncrl.core.types import Trajectory
 from asyncrl.observe.database import STORE, WHOLE, connect, exclusive, translated
-from asyncrl.observe.run_dir import RunDirError
+from asyncrl.observe.run_dir import RunDirError, newest_ids
 from asyncrl.observe.saved import FindTask, Reader
 from asyncrl.observe.segments import Segments, decode, encode
 from asyncrl.observe.spill import Spill
@@ -201,6 +201,12 @@ class Store:
             db.executemany(
                 "INSERT OR IGNORE INTO steps (step, checksum) VALUES (?, '0')", [(step,) for step in range(version)]
             )  # where the store itself was lost
+            db.execute("UPDATE notes SET value = min(value, ?) WHERE key = 'evaluated'", (version - 1,))
+            if self._scalar("SELECT max(id) FROM groups") is None:  # likewise; its numbers are not given out again
+                group, trajectory = newest_ids(self.path.parent)
+                self._note("first_group", group + 1)
+                self._note("first_trajectory", trajectory + 1)
+                self._note("first_task", tasks_done)
             db.execute("UPDATE groups SET tasks_done = ? WHERE id = (SELECT max(id) FROM groups)", (tasks_done,))
 
     # --- the transaction

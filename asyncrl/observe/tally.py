@@ -60,6 +60,7 @@ class Tally(Observer):
         self.rewards: list[float] = []  # mean of every step
         self.evals: list[Evaluation] = []
         self._before = 0  # steps that the run had done when it was resumed
+        self._tokens_before = 0  # and tokens that its servers had generated
         self.servers: dict[str, ServerTime] = {}
         self.left: set[str] = set()  # of these, those that are gone for good
         self.gauges: dict[str, float] = {}  # newest value of every counter
@@ -86,7 +87,7 @@ class Tally(Observer):
             lengths = [t.generated for t in group.trajectories]
             self._groups.append((max(lengths), sum(lengths), len(lengths)))
             self._trained += sum(lengths)
-        before, mark = self._newest, self._mark(metrics.at, metrics.tokens)
+        before, mark = self._newest, self._mark(metrics.at, self._tokens_before + metrics.tokens)
         line = step_line(metrics, before, mark, self.start) | self._prediction(mark)
         self._staleness.update(metrics.batch.step - t.v_traj for t in metrics.batch.trajectories)
         self._newest = mark
@@ -134,6 +135,11 @@ class Tally(Observer):
         """The end of the newest step; before the first, the run's start."""
         return self._newest
 
+    @property
+    def tokens(self) -> int:
+        """What the servers have generated since the run began, as far as it is known."""
+        return max(self._newest.tokens, self._tokens_before + int(self.gauges.get("rollout/tokens", 0)))
+
     def trajectory(self, trajectory: Trajectory, state: str) -> None:
         self.states[str(state)] += 1
 
@@ -178,12 +184,14 @@ class Tally(Observer):
         return self.metrics["time/step"] if steps == 1 else (self._newest.at - self._first.at) / (steps - 1)
 
     def resume(self, seconds: float, steps: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]) -> None:
-        """Count on from where a run was after ``seconds``, by its lines until then: rewards, evaluations and times are
-        those of the whole run; everything else is since it was resumed."""
+        """Count on from where a run was after ``seconds``, by its lines until then: rewards, evaluations, tokens and
+        times are those of the whole run; everything else is since it was resumed."""
         self.start -= seconds
         self.rewards = [row["reward/mean"] for row in steps]
         self.evals = [msgspec.convert(row, Evaluation) for row in evals]
         self._before = len(self.rewards)
+        self._tokens_before = steps[-1]["tokens/total"] if steps else 0
+        self._newest = self._recent[-1] = msgspec.structs.replace(self._newest, tokens=self._tokens_before)
 
     def summary(
         self,
@@ -218,7 +226,7 @@ class Tally(Observer):
             ),
             bubble_share=bubble_share(*window) if window else None,
             trainer_idle_share=trainer_idle_share(*window) if window else None,
-            tokens=max(self._newest.tokens, int(self.gauges.get("rollout/tokens", 0))),
+            tokens=self.tokens,
             ledger=dict(ledger),
             reasons=dict(reasons),
             seed=self.recipe.seed,
@@ -271,7 +279,7 @@ def step_line(metrics: StepMetrics, before: Mark, mark: Mark, start: float) -> d
         "staleness/mean": sum(staleness) / n,
         "staleness/max": max(staleness),
         "tokens/batch": sum(lengths),
-        "tokens/total": metrics.tokens,
+        "tokens/total": mark.tokens,
         "tokens/s": tokens_per_second(before, mark),
     }
     for k, count in sorted(Counter(staleness).items()):

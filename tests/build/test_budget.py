@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
 
+from asyncrl.build.budget import BudgetKeeper
 from asyncrl.build.virtual import simulated
 from asyncrl.config import Recipe, RecipeError, load_table
 from asyncrl.observe.tally import Tally
@@ -77,11 +79,23 @@ def test_the_budget_is_held_while_the_lengths_drift(control: str) -> None:
         ("inflight_cap", {"target": 1.0, "every_steps": 0}, "staleness.adaptive.every_steps"),
         ("inflight_cap", {"target": 1.0, "bound_min": 3, "bound_max": 2}, "staleness.adaptive.bound_min"),
         ("inflight_cap", {"target": 1.0, "bound_max": 2}, "staleness.bound"),
+        ("inflight_cap", {"target": 1.0, "bound_max": math.inf}, "staleness.adaptive.bound_max"),
     ],
 )
 def test_an_impossible_budget_is_refused(control: str, adaptive: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         recipe_of(control, **adaptive)
+
+
+@pytest.mark.parametrize(("saved", "begins"), [(4.0, 3.5), (2.5, 2.5), (0.0, 1.0)])
+def test_a_run_that_goes_on_keeps_its_bound_within_what_is_allowed_now(saved: float, begins: float) -> None:
+    recipe = recipe_of("inflight_cap", target=1.0, bound_min=1, bound_max=3.5)
+    bounds: list[float] = []
+    keeper = BudgetKeeper(
+        recipe, inner=Tally(recipe, lambda: 0.0), clock=lambda: 0.0, set_bound=bounds.append, notes={"bound": saved}
+    )
+    keeper.begin(lambda slots: None)
+    assert (keeper.setting.bound, bounds) == (begins, [begins])
 
 
 def test_the_limit_of_a_run_is_that_of_the_highest_bound() -> None:

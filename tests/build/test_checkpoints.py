@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from asyncrl.build.checkpoints import Entry, Index, Keeper, ResumePoint, best, find, kept, read_index, set_aside
 from asyncrl.config import Recipe, RecipeError
+from asyncrl.observe.run_dir import RunDirError
 from asyncrl.ports import CheckpointFailed
 
 
@@ -166,6 +168,44 @@ async def test_a_full_disk_costs_that_checkpoint_and_is_told_and_only_the_last_o
     played.trainer.version = 4
     with pytest.raises(CheckpointFailed, match="version-4 was not written: no space"):
         await played.keeper.last(4)
+
+
+@pytest.mark.asyncio
+async def test_a_checkpoint_that_a_user_removed_is_no_error(tmp_path: Path) -> None:
+    played = Played(tmp_path)
+    for version in (1, 2):
+        await played.checkpoint(version)
+    await played.keeper.last(2)
+    shutil.rmtree(tmp_path / "version-1")
+    for version in (3, 4):
+        await played.checkpoint(version)
+    await played.keeper.last(4)
+    assert played.there == {"version-3", "version-4"}
+    assert played.notes == []
+
+
+@pytest.mark.asyncio
+async def test_an_index_that_cannot_be_written_is_told_and_written_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise RunDirError(f"{path}: cannot write (no space)")
+
+    played = Played(tmp_path)
+    for version in (1, 2):
+        await played.checkpoint(version)
+    await played.keeper.last(2)
+    with monkeypatch.context() as patch:
+        patch.setattr("asyncrl.build.checkpoints.write_atomic", full)
+        await played.checkpoint(3)
+        with pytest.raises(CheckpointFailed, match="no space"):
+            await played.keeper.last(3)
+    assert played.there == {"version-1", "version-2", "version-3"}
+    assert "index.json: cannot write (no space); training goes on from memory" in played.notes[0]
+    await played.checkpoint(4)
+    await played.keeper.last(4)
+    assert played.there == {"version-3", "version-4"}
+    assert [e.version for e in read_index(tmp_path).checkpoints] == [3, 4]
 
 
 @pytest.mark.asyncio

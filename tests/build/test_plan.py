@@ -250,6 +250,17 @@ def test_the_picture_shows_every_split_and_marks_the_recipe(tmp_path: Path):
 def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path):
     with pytest.raises(RecipeError, match="cannot write the picture"):
         plan(recipe(), out=io.StringIO(), plot=tmp_path / "missing" / "plan.png")
+    with pytest.raises(RecipeError, match=r"plan\.foo: no picture can be a \.foo; there are .*png"):
+        plan(recipe(), out=io.StringIO(), plot=tmp_path / "plan.foo")
+
+
+def test_sources_that_differ_in_turns_are_not_taken_for_one():
+    source = {"train": "rows.jsonl", "target": "env.py:Env"}
+    alike = {"env": {"max_turns": 6}, "sources": {"a": source, "b": {**source, "max_turns": 6}}}
+    plan(recipe(alike), out=io.StringIO())
+    other = {"env": {"max_turns": 6}, "sources": {"a": source, "b": {**source, "max_turns": 4}}}
+    with pytest.raises(RecipeError, match=r"sources\.b\.max_turns = 4: one kind of tasks is simulated or planned"):
+        plan(recipe(other), out=io.StringIO())
 
 
 def test_unbeaten_points_are_those_that_none_is_better_than_in_both():

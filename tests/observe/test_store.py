@@ -19,8 +19,8 @@ from asyncrl.core.experience import Generated
 from asyncrl.core.journal import Saved
 from asyncrl.core.types import Task, Trajectory, Turn
 from asyncrl.observe import database, segments, store
-from asyncrl.observe.database import STORE
-from asyncrl.observe.run_dir import RunDirError
+from asyncrl.observe.database import STORE, connect
+from asyncrl.observe.run_dir import TRAJECTORIES, RunDirError
 from asyncrl.observe.store import SEGMENTS, Store
 
 TASKS = {f"t{i}": Task(id=f"t{i}", data={"n": i}) for i in range(10)}
@@ -216,6 +216,37 @@ def test_a_run_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
     assert (saved.tasks_done, saved.next_group, saved.next_trajectory) == (2, 5, 5)
     assert saved.final == {("consumed", ""): 1, ("aborted", "the run went back to version 1"): 4}
     kept(tmp_path, [opened(5, 5), journal.BatchTaken(step=1, groups=(5,))])
+
+
+def test_a_run_that_goes_back_evaluates_again_what_it_gave_up(tmp_path: Path) -> None:
+    for evaluated, again in ((4.0, 1.0), (0.0, 0.0)):
+        kept(tmp_path, [journal.Noted(key="evaluated", value=evaluated)])
+        with closing(Store(tmp_path, blocking=Inline(), find_task=find_task)) as opened_store:
+            opened_store.rewind(2, tasks_done=0)
+        assert found(tmp_path, checkpoint=2).notes["evaluated"] == again
+
+
+def test_a_store_that_was_lost_gives_no_number_out_again(tmp_path: Path) -> None:
+    (tmp_path / TRAJECTORIES).write_bytes(b'{"id":8,"group":4}\n{"id":9,"group":3}\n')
+    with closing(Store(tmp_path, blocking=Inline(), find_task=find_task)) as opened_store:
+        opened_store.rewind(1, tasks_done=3)
+    for _ in range(2):  # also when that one is killed before it began anything
+        saved = found(tmp_path, checkpoint=1)
+        assert (saved.tasks_done, saved.next_group, saved.next_trajectory) == (3, 5, 10)
+    kept(tmp_path, [opened(5, 10)])
+    saved = found(tmp_path, checkpoint=1)
+    assert (saved.next_group, saved.next_trajectory) == (6, 11)
+
+
+def test_a_store_is_read_whatever_its_path(tmp_path: Path) -> None:
+    odd = tmp_path / "x#3 ?mode=rw%20"
+    odd.mkdir()
+    kept(odd, [opened(0, 0)])
+    with closing(connect(odd / STORE, read_only=True)) as db:
+        assert db.execute("SELECT count(*) FROM groups").fetchone() == (1,)
+        with pytest.raises(sqlite3.OperationalError, match="readonly"):
+            db.execute("DELETE FROM groups")
+    assert [path.name for path in tmp_path.iterdir()] == [odd.name]
 
 
 async def test_who_waits_goes_on_when_all_that_was_put_is_written(tmp_path: Path) -> None:
