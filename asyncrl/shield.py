@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -30,6 +30,16 @@ async def to_the_end(work: Coroutine[Any, Any, T], timeout_s: float) -> T:
             task.exception()  # seen, so that the loop does not complain about it
         raise cancelled
     return task.result()
+
+
+async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Await all of them; when one fails the others are cancelled, and what it raises is raised."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for work in works:
+                tasks.create_task(work)
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
 
 
 async def unless(failure: Coroutine[Any, Any, None], work: Awaitable[T]) -> T:

@@ -131,6 +131,8 @@ async def assemble(recipe: Recipe, world: World) -> Run:
     _check_unchanged(recipe, saved)
     world.gate.enter("the trainer to be ready", recipe.trainer.connect_timeout_s, "trainer.connect_timeout_s")
     version = await world.trainer.connect()
+    if saved.taken is not None and version > saved.taken.step:  # by a job that outlived its controller
+        saved = msgspec.structs.replace(saved, version=version, taken=None)
     absent = await _absent(world)
     infos = {}
     for engine in world.engines:

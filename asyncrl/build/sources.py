@@ -44,11 +44,12 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 def load_environments(recipe: Recipe) -> dict[str, Environment]:
     """Those of all sources, by name. Raises ``RecipeError``."""
     environments = {name: load_environment(s.env, _table(name, "env")) for name, s in recipe.mixture.items()}
-    for environment in environments.values():
-        if environment.make_sync is not None and not recipe.rollout.expand_num_return_sequences:
+    for name, environment in environments.items():
+        limited = recipe.mixture[name].env.memory_mb and environment.kind.cost.memory_mb
+        if (environment.make_sync is not None or limited) and not recipe.rollout.expand_num_return_sequences:
             raise RecipeError(
                 "rollout.expand_num_return_sequences = false: the members of a group would wait for each other's "
-                "places; set it to true for a SyncEnv"
+                "places; set it to true for a SyncEnv, and with env.memory_mb"
             )
         if environment.rollout is not None and not recipe.rollout.expand_num_return_sequences:
             raise RecipeError(

@@ -105,7 +105,7 @@ async def simulated(
         limit=recipe.staleness.limit,
         one_version=recipe.one_version,
         reuse=recipe.buffer.reuse,
-        first=saved.version,
+        first=max(saved.version, checkpoint[0]),
         stall_s=sim.stall_s,
     )
     tasks = SimTasks(sim, seed=seed)

@@ -24,6 +24,7 @@ from asyncrl.ports import Engine, EngineError, EngineInfo, EngineRejected, Gener
 from asyncrl.runtime.generation import Completion, Prompt, Reply
 from asyncrl.runtime.instance import Instance, kv_source, to_prefill
 from asyncrl.runtime.trajectory_server import Request, TrajectoryServer
+from asyncrl.shield import together
 
 MAX_FRUITLESS = 20
 """Attempts without a token after which a request is given up: a server that aborts everything must not spin forever.
@@ -184,9 +185,7 @@ class LLMProxy:
         finally:
             self._is_over(number)
         if unfinished:
-            async with asyncio.TaskGroup() as group:
-                for reply in unfinished:
-                    group.create_task(self._finish_one(prompt, reply, arrival))
+            await together(self._finish_one(prompt, reply, arrival) for reply in unfinished)
         self._ended += n
         return [reply.completed(began) for reply in replies]
 
@@ -224,7 +223,8 @@ class LLMProxy:
         )
         loop = asyncio.get_running_loop()
         asked = loop.time()
-        instance = await self._acquire(Request(view, prompt.start, loop.create_future()))
+        instance = await self._acquire(waiting := Request(view, prompt.start, loop.create_future()))
+        view = waiting.view  # its group may have begun since
         version = instance.version
         rid = f"{self._rid_prefix}{self._new_number():012x}"
         instance.rids[number] = rid
@@ -307,11 +307,11 @@ class LLMProxy:
         try:
             return await given
         except asyncio.CancelledError:
-            if given.done() and not given.cancelled():  # the room was given in the same tick
-                self._release(given.result(), view, view.tokens)
-            else:
+            if not given.done() or given.cancelled():
                 given.cancel()
                 self._queue(view).remove(request)
+            elif given.exception() is None:  # the room was given in the same tick
+                self._release(given.result(), view, view.tokens)
             raise
 
     def _assign(self) -> None:

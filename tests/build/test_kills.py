@@ -144,10 +144,19 @@ class Filling:
 
 class Life:
     """One process's part of a run: what it found, what it did, and all that was ever on the disk meanwhile, if it is to
-    be ``watched``."""
+    be ``watched``. A job that ``outlived`` the process before has trained the batch that it was given."""
 
-    def __init__(self, settings: Recipe, run_dir: Path, *, checkpoint: tuple[int, int] = (0, 0), watched: bool = False):
+    def __init__(
+        self,
+        settings: Recipe,
+        run_dir: Path,
+        *,
+        checkpoint: tuple[int, int] = (0, 0),
+        watched: bool = False,
+        outlived: bool = False,
+    ) -> None:
         self.settings = settings
+        self.outlived = outlived
         self.run_dir = run_dir
         self.checkpoint = checkpoint
         self.watched = watched
@@ -166,6 +175,8 @@ class Life:
         )
         store.db.execute("PRAGMA synchronous = OFF")
         self.saved = store.load(self.checkpoint[0])
+        if self.outlived:
+            self.checkpoint = self.saved.version + 1, 777
         store.before = self._flush
         write = store.write
 
@@ -303,6 +314,23 @@ def killed(name: str, tmp_path: Path, points: int | None, seed: int = 0) -> None
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_killed_run_loses_nothing_and_trains_nothing_twice(name: str, tmp_path: Path) -> None:
     killed(name, tmp_path, points=6)
+
+
+@pytest.mark.parametrize("name", ["roll-flash", "asyncrl, odd", "staleflow, multi-turn", "reuse"])
+def test_a_job_that_outlived_its_controller_trains_no_batch_twice(name: str, tmp_path: Path) -> None:
+    whole = Life(RECIPES[name], tmp_path / "whole", watched=True)
+    tried = 0
+    for disk in whole.disks:
+        disk.unpack(tmp_path / "again")
+        with closing(connect(tmp_path / "again" / STORE, read_only=True)) as db:
+            given = "SELECT count(*) FROM given JOIN steps USING (step) WHERE part = ? AND checksum IS NULL"
+            [(begun,)] = db.execute(given, (WHOLE,))
+        if begun:
+            life = Life(whole.settings, tmp_path / "again", checkpoint=disk.checkpoint, outlived=True)
+            check(life, disk, whole)
+            tried += 1
+        shutil.rmtree(tmp_path / "again")
+    assert tried >= 3
 
 
 @pytest.mark.slow

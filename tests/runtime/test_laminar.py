@@ -127,6 +127,18 @@ def test_what_only_a_server_that_lost_its_weights_could_go_on_with_is_begun_anew
     assert simulation.run.buffer.snapshot().failed_infra > 0
 
 
+@pytest.mark.parametrize("replicate", [True, False])
+def test_a_request_that_is_refused_costs_its_episode_also_where_a_group_is_one_request(replicate: bool) -> None:
+    engine = {"count": 2, "patience_s": 20.0, "probe_s": 1.0}
+    settings = tailed(engine=engine, rollout={"expand_num_return_sequences": replicate}, env={"retries": 0})
+
+    async def kill(simulation: Simulation) -> None:
+        await kill_the_older(simulation)
+
+    reasons = play(settings, kill).run.buffer.ledger.reasons()["failed"]
+    assert any("the servers that had begun it have failed" in reason for reason in reasons)
+
+
 def test_a_server_that_is_gone_for_too_long_is_not_waited_for() -> None:
     settings = tailed(engine={"count": 2, "migration": "none", "patience_s": 20.0}, env={"retries": 2})
 

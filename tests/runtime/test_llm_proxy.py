@@ -289,6 +289,20 @@ def test_cancelling_a_request_at_any_await_frees_its_room() -> None:
     assert ended > 20, "the sweep must have cancelled the victim at many awaits while the others went on"
 
 
+def test_a_cancellation_that_meets_a_refusal_is_not_lost() -> None:
+    async def main() -> None:
+        proxy = await proxy_over()  # no server: the request waits
+        task = asyncio.get_running_loop().create_task(proxy.generate(prompt()))
+        await asyncio.sleep(0)
+        proxy.refuse([request.view.id for request in proxy.waiting], "its servers are gone")
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert books_are_empty(proxy)
+
+    run(main())
+
+
 def test_static_routing_holds_only_those_of_the_same_server() -> None:
     """Round robin over a slow and a fast server with one slot each: the fast one's requests do not wait for the slow
     one's, and each server plays exactly its own."""
