@@ -283,9 +283,11 @@ class Learner:
                     seen=self._seen(shares, batch, before, reference) if algorithm.uses_critic else None,
                 )
             )
-        if isinstance(self._reference, FSDPModule):
-            # FSDP keeps the root's parameters whole for a backward that will not come.
-            self._reference.reshard()
+        for scorer in (self.policy if asked else None, self._reference, self.critic):
+            # FSDP keeps the root's parameters whole for a backward, which may not come: a first update that was begun
+            # whole has no pass left. Its norm would miss the root's gradients, and the next pass use the old weights.
+            if isinstance(scorer, FSDPModule):
+                scorer.reshard()
         return prepared
 
     @property

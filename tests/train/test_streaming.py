@@ -145,6 +145,21 @@ def test_every_term_of_the_loss_and_later_updates_are_as_of_the_whole_batch(job:
         assert metrics[key] == pytest.approx(reported[key], rel=1e-4), key
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_all_of_the_first_mini_batch_may_be_fed(job: Any, epochs: int) -> None:
+    """Its update has no pass left then, but π_prox was asked about the others."""
+    algorithm = AlgorithmConfig(loss="decoupled_ppo", mini_batches=2, epochs=epochs, importance_cap=3.0)
+    whole, streamed = job(algorithm), job(algorithm)
+    expected, got = whole.gradients(), streamed.gradients()
+    reported = whole.train()
+    assert streamed.feed([0, 1, 2], start=0) > 0
+    metrics = streamed.train([0, 1, 2])
+    same(got, expected)
+    same(streamed.parameters(), whole.parameters(), rtol=0, atol=2e-5)
+    for key in ("loss", "grad_norm", "kl", "trained_tokens", "updates"):
+        assert metrics[key] == pytest.approx(reported[key], rel=1e-4), key
+
+
 def test_sequences_that_were_fed_are_named_by_their_places_in_the_batch(job: Any) -> None:
     batch = make_batch(0, seed=3, groups=6)
     forged = batch.trajectories[10]
