@@ -77,8 +77,8 @@ def plan_work(
 
     Mini-batches are stretches of the batch in its order, of equal numbers of sequences or one more; one without any
     trained token is no update. Sequences whose advantages are all 0 (a group of equal rewards) keep their place in the
-    mean but have no gradient, unless the loss has a KL or entropy term, and are left out: late in a run that is most
-    of a batch. With a critic nobody knows their advantages yet.
+    mean but have no gradient, unless the loss has a KL or entropy term or is a user's own, and are left out: late in a
+    run that is most of a batch. With a critic nobody knows their advantages yet.
     """
     columns = [_check(number, sequence, vocabulary) for number, sequence in enumerate(request.sequences)]
     generated = [int(mask.sum()) for mask, _ in columns]
@@ -154,7 +154,7 @@ def plan_part(
 
 def _has_gradient(column: tuple[NDArray[np.int8], NDArray[np.float32]], algorithm: AlgorithmConfig) -> bool:
     mask, advantages = column
-    regularised = algorithm.kl_coef > 0 or algorithm.entropy_coef > 0
+    regularised = algorithm.kl_coef > 0 or algorithm.entropy_coef > 0 or ":" in algorithm.loss
     return bool(mask.any() and (regularised or advantages.any()))
 
 

@@ -181,6 +181,9 @@ def test_groups_that_teach_nothing_fill_no_micro_batch(job: Any) -> None:
     one = job()
     silent = [s for t in BATCH.trajectories for s in train_sequences(t, 0.0)]
     assert one.leader.feed(FeedReq(step=0, start=0, sequences=silent))["micro_batches"] == 0
+    own = job()
+    own.leader._rank.recipe = Recipe(trainer=TRAINER, algorithm=AlgorithmConfig(loss="mine.py:loss"))
+    assert own.leader.feed(FeedReq(step=0, start=0, sequences=silent))["micro_batches"] > 0, "it may find something"
 
 
 def test_all_of_a_batch_may_be_fed(job: Any) -> None:

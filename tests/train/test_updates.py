@@ -325,6 +325,18 @@ def test_what_is_not_to_be_trained_counts_in_no_mean() -> None:
     assert {s.weight for s in shares} == {1 / sum(t.generated for t in batch.trajectories[:15])}
 
 
+def test_a_users_loss_sees_every_sequence_that_has_a_trained_token() -> None:
+    """It may have a term that needs no advantage; the shipped ones, without a KL or entropy term, have none."""
+    batch = make_batch(0, seed=3)
+    advantages: list[Any] = [1.0] * 8 + [0.0] * 7 + [None]
+    for loss, count in (("ppo", 8), ("mine.py:loss", 15)):
+        algorithm = AlgorithmConfig(loss=loss)
+        (work,) = work_of(batch, advantages, algorithm)
+        shares = [s for update in work.updates for micro in update for s in micro]
+        assert sorted(s.number for s in shares) == list(range(count))
+        assert {s.weight for s in shares} == {1 / sum(t.generated for t in batch.trajectories[:15])}
+
+
 # --- what must not be trained -----------------------------------------------------------------------------------------
 
 
