@@ -305,9 +305,8 @@ class Leader:
         try:
             for bucket in self._rank.weights.buckets(self._rank.recipe.weights.bucket_mb * 2**20):
                 # NCCL sends from the GPU, where one bucket at a time has room.
-                home = self._rank.device if self._group.on_gpu else torch.device("cpu")
-                self._group.broadcast([tensors[t.name].to(home) for t in bucket])
-        except RuntimeError as error:
+                self._group.broadcast([tensors[t.name] for t in bucket], self._rank.device)
+        except (RuntimeError, ValueError) as error:
             # The other members wait for what will not come; a closed connection tells them so.
             self._leave_group()
             raise Refused(f"the broadcast of version {version} failed: {_first_line(error)}") from error

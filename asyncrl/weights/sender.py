@@ -8,9 +8,12 @@ trainer's process.
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -21,6 +24,12 @@ JOIN_TIMEOUT = timedelta(seconds=30)
 
 BROADCAST_TIMEOUT = timedelta(seconds=120)
 """The same for a server that does not receive."""
+
+NCCL_BROADCAST_S = 100.0
+"""The same with NCCL, whose own end of patience would end the trainer's process."""
+
+POLL_S = 0.005
+"""Pause between two looks at whether NCCL has done."""
 
 
 class UpdateGroup:
@@ -48,7 +57,7 @@ class UpdateGroup:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),  # and closed by it
         )
-        self.on_gpu = backend == "nccl"
+        self._on_gpu = backend == "nccl"
         self._world_size = world_size
         self._name = name
         self._backend = backend
@@ -69,13 +78,40 @@ class UpdateGroup:
         c10d._set_pg_timeout(BROADCAST_TIMEOUT, group)
         self._group = group
 
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Send whole tensors in order; blocks until every server has taken them. Raises ``RuntimeError``."""
-        works = [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for tensor in tensors]
-        for work in works:
-            if work is not None:
+    def broadcast(self, tensors: Sequence[Tensor], device: torch.device | None = None) -> None:
+        """Send whole tensors, which are in host memory, in order; blocks until every server has taken them. NCCL sends
+        from ``device``, where they must have room. Raises ``RuntimeError``."""
+        if not self._on_gpu:
+            for work in self._begin(tensors):
                 work.wait()
+            return
+        assert device is not None
+        deadline = time.monotonic() + NCCL_BROADCAST_S
+        # On the stream that all threads share, the trainer's kernels would queue behind the servers. This one need not
+        # wait for another, as the tensors come from the host; their copies are kept until all are sent.
+        with torch.cuda.stream(_stream(device)):
+            copies = [tensor.to(device) for tensor in tensors]
+            for work in self._begin(copies):
+                while not work.is_completed():  # wait() would hold up the stream only
+                    if time.monotonic() > deadline:
+                        raise RuntimeError(f"a server did not receive within {NCCL_BROADCAST_S:g} s")
+                    time.sleep(POLL_S)
+                work.wait()  # raises what went wrong
+
+    def _begin(self, tensors: Sequence[Tensor]) -> list[dist.Work]:
+        works = [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for tensor in tensors]
+        return [work for work in works if work is not None]
 
     def close(self) -> None:
-        if self._group is not None:
+        if self._group is None:
+            return
+        if self._on_gpu:
+            c10d._abort_process_group(self._group)  # to destroy it would be to wait for members, who may be dead
+        else:
             dist.destroy_process_group(self._group)
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The sender's own; only one, for memory that was used on a stream is used again on the same one only."""
+    return torch.cuda.Stream(device)
