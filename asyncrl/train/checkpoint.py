@@ -83,7 +83,7 @@ class Checkpoints:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._alone = dist.new_group([0], backend="gloo")
         """For what rank 0 reads by itself."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_use, initargs=(learner.device,))
         self._writing: Future[None] = Future()
         self._writing.set_result(None)
         # Taken here: FSDP exchanges the modules' parameters while a step runs.
@@ -190,6 +190,12 @@ class Checkpoints:
         for wrong in all_gather(error, str | None, self._group):  # type: ignore[arg-type]
             if wrong is not None:
                 raise CheckpointError(f"{wrong}{remedy(checkpoint)}")
+
+
+def _use(device: torch.device) -> None:
+    """On the thread: torch writes by way of the current GPU, which is each thread's own, and GPU 0 at first."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _tensors(learner: Learner) -> Iterator[tuple[str, Tensor]]:

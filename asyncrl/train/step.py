@@ -127,7 +127,7 @@ class Learner:
         self._begun = Begun()
         self.trainer = trainer
         self._algorithm = algorithm
-        self._device = device
+        self.device = device
         self._control = control
         self._loss = loss or LOSSES[algorithm.loss]
         self._reference = reference
@@ -269,7 +269,7 @@ class Learner:
         prepared = []
         for number, shares in enumerate(micro_batches, 1):
             self.doing = f"step {step}: prepares micro-batch {number} of {len(micro_batches)}"
-            batch = pack(shares, step, self._device)
+            batch = pack(shares, step, self.device)
             before = _scores(self.policy, batch) if asked else None
             reference = None if self._reference is None else _scores(self._reference, batch).logprobs
             for scorer in (self.policy if asked else None, self._reference, self.critic):
@@ -318,7 +318,7 @@ class Learner:
         if self.policy.counts:
             moments = sum((one.moments for one in judged), moments)
         dist.all_reduce(moments, group=self._control)
-        normal = (critics.normalise(one, moments, self._algorithm, self._device) for one in judged)
+        normal = (critics.normalise(one, moments, self._algorithm, self.device) for one in judged)
         replace = msgspec.structs.replace
         complete = [[replace(prepared, judged=next(normal), seen=None) for prepared in update] for update in updates]
         return complete, critics.summarise(moments)

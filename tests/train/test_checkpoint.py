@@ -158,6 +158,20 @@ def test_the_next_checkpoint_waits_for_the_last(
     assert (first / "trainer").is_dir() and (second / "trainer").is_dir()
 
 
+def test_the_writing_thread_uses_the_ranks_own_gpu(
+    new_rank: Callable[..., Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA is played: its current device is each thread's own."""
+    rank, used = new_rank(), list[tuple[torch.device, str]]()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.append((device, threading.current_thread().name)))
+    save(rank, tmp_path / "cpu")
+    assert used == []
+    rank.learner.device = torch.device("cuda", 3)
+    rank.checkpoints = checkpoints.Checkpoints(rank.learner, rank.recipe, Path(rank.folder))
+    save(rank, tmp_path / "cuda")
+    assert used == [(torch.device("cuda", 3), "checkpoint_0")]
+
+
 def test_random_states_go_on_where_they_were(new_rank: Callable[..., Rank], tmp_path: Path) -> None:
     def draw() -> list[float]:
         return [torch.rand(1).item(), random.random(), np.random.random()]
