@@ -25,7 +25,7 @@ from asyncrl.train.checkpoint import Checkpoints
 from asyncrl.train.loss import LOSSES, check_loss
 from asyncrl.train.model import Critic, ModelError, Policy
 from asyncrl.train.share import Share
-from asyncrl.train.step import Learner
+from asyncrl.train.step import Learner, StepBroken
 from asyncrl.train.work import Part, StepRefused, Work
 
 T = TypeVar("T")
@@ -212,7 +212,7 @@ class Rank:
         for message in self.commands(iter(self.channel.receive, None)):
             match msgspec.msgpack.decode(message, type=Train | Begin | Gather | Offer | Save | Stop):
                 case Train(work=work):
-                    with suppress(StepRefused):  # rank 0 reports it
+                    with suppress(StepRefused, StepBroken):  # rank 0 reports it, and ends the job
                         self.train(work)
                 case Begin(part=part):
                     self.learner.begin(part)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,8 +15,9 @@ from asyncrl.config import AlgorithmConfig, ModelConfig, Recipe, RecipeError
 from asyncrl.train import model
 from asyncrl.train.client import train_request
 from asyncrl.train.model import ModelError
-from asyncrl.train.rank import Rank
-from asyncrl.train.work import plan_work
+from asyncrl.train.rank import Rank, Stop, Train
+from asyncrl.train.step import StepBroken
+from asyncrl.train.work import Work, plan_work
 
 from .batches import VOCABULARY, make_batch
 
@@ -105,3 +107,21 @@ def test_a_reference_with_another_vocabulary_is_refused(
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "other")
     with pytest.raises(ModelError, match=r"algorithm\.reference: .* vocabulary of 72 and the policy one of 64"):
         rank(model_folder, kl_coef=0.1, reference=str(tmp_path / "other"))
+
+
+def test_a_rank_whose_step_broke_waits_for_rank_0_which_keeps_the_batch(
+    model_folder: Path, lone_rank: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were it to end at once, torchrun would end rank 0 while that still writes."""
+    one = rank(model_folder)
+    messages = [msgspec.msgpack.encode(message) for message in (Train(work=Work(step=0, updates=[[]])), Stop())]
+    trained: list[Work] = []
+
+    def broken(work: Work) -> dict[str, float]:
+        trained.append(work)
+        raise StepBroken("step 0, update 2 of 2: the loss is not finite")
+
+    monkeypatch.setattr(one, "train", broken)
+    monkeypatch.setattr(one.channel, "receive", lambda: messages.pop(0))
+    one.follow()
+    assert len(trained) == 1 and not messages

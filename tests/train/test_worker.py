@@ -153,6 +153,28 @@ async def test_a_step_that_is_not_finite_is_refused_on_both_ranks_and_changes_no
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+async def test_a_step_that_breaks_ends_the_job_with_its_batch_kept_and_leaves_no_process(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """A batch of many observed tokens, which cost nothing but the time to write them."""
+    batch = make_batch(0, seed=0)
+    for t in batch.trajectories:
+        for column in (t.tokens, t.loss_mask, t.logprobs, t.versions):
+            column.extend([0] * 4_000)
+    broken = HttpTrainer(RECIPE, str(model_folder), run_dir=tmp_path, log=tmp_path / "trainer.log")
+    try:
+        await broken.connect()
+        ranks = ranks_of(broken)
+        with pytest.raises(TrainerError, match=r"rank 0: step 0, update 2 of 2: the (loss|gradient) is not") as caught:
+            await broken.train_step(batch, [1.0] * 8 + [1e38] * 8)
+        kept = tmp_path / "bad-batch-0.safetensors"
+        assert f"; the batch is kept in {kept}" in str(caught.value)
+        assert len(load_file(kept)["tokens"]) == sum(len(t.tokens) for t in batch.trajectories)
+        assert len(ranks) == 2 and not any(alive(pid) for pid in ranks)
+    finally:
+        await broken.close()
+
+
 async def test_a_saved_folder_loads_with_from_pretrained_and_has_the_tokenizer(
     trainer: HttpTrainer, model_folder: Path, tmp_path: Path
 ) -> None:
