@@ -83,7 +83,8 @@ class AlgorithmConfig(Section, frozen=True, kw_only=True):
     value_clip: float = 0.2
     """How far one step may move a value before its loss has no more gradient; 0: as far as it likes."""
     reward_norm: Literal["none", "batch"] = "none"
-    """``batch``: rewards are first brought to mean 0 and standard deviation 1 over the batch's trajectories."""
+    """``batch``: rewards are first brought to mean 0 and standard deviation 1 over the batch's trajectories; to mean 0
+    alone where all are equal."""
     overlong_limit: int = 0
     """L_max of DAPO's soft overlong punishment, in generated tokens of a trajectory; 0: no punishment."""
     overlong_buffer: int = 0

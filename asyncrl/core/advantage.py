@@ -247,7 +247,9 @@ class Advantages:
             batch = _with_rewards(batch, 1.0, lambda t: -penalty * overlong(t.generated, limit, buffer))
         if self._reward_norm == "batch":
             rewards = [t.reward for t in batch.trajectories]
-            scale = 1 / (pstdev(rewards) + EPSILON)
+            spread, largest = pstdev(rewards), max(map(abs, rewards))
+            # Totals that are equal, but for rounding, give no scale: what single turns brought would explode.
+            scale = 1 / (spread + EPSILON) if spread > EPSILON * max(1.0, largest) else 1.0
             shift = -fmean(rewards) * scale
             batch = _with_rewards(batch, scale, lambda t: shift)
         return batch

@@ -302,6 +302,18 @@ def test_rewards_normalised_over_the_batch_have_mean_0_and_deviation_1() -> None
     assert [column[1] for column in columns(turns)] == pytest.approx(totals, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.parametrize("unit", [1.0, 1e-5, 1e5])
+def test_equal_rewards_that_are_normalised_stay_as_large_as_they_were(unit: float) -> None:
+    """Also where they differ by rounding, as sums of float32 do. They come to 0, and no turn's reward explodes."""
+    whole, parts = [(1, 2, 0.5 * unit)], [(1, 2, 0.1 * unit)] * 4 + [(1, 2, float(np.float32(0.1)) * unit)]
+    b = batch([trajectory(whole), trajectory(parts)])
+    assert 0 < abs(b.trajectories[0].reward - b.trajectories[1].reward) < 1e-7 * unit
+    found = Advantages(advantage="gae", credit="turn", reward_norm="batch").compute(b)
+    expected = [[0.0], [0.1 * unit] * 4 + [-0.4 * unit]]
+    for one, rewards in zip(found, expected, strict=True):
+        assert isinstance(one, TurnRewards) and one.rewards == pytest.approx(rewards, abs=1e-6 * unit)
+
+
 def test_what_was_cut_off_is_left_out_but_counts_in_its_groups_mean() -> None:
     b = batch([trajectory([(1, 2, 0.0)], "length"), trajectory([(1, 2, 4.0)])])
     assert Advantages(advantage="group_mean", overlong_filter=True).compute(b) == [None, 2.0]
