@@ -157,11 +157,12 @@ class Engine(Protocol):
 
 class StepResult(Record, frozen=True, kw_only=True):
     """Outcome of one train step. ``checksum`` tells the new weights from others; equal weights have the same on
-    equally many ranks."""
+    equally many ranks. ``repeats``: the same step once more would give the same weights, bit for bit."""
 
     version: int
     metrics: dict[str, float]
     checksum: int = 0
+    repeats: bool = True
 
 
 class Trainer(Protocol):

@@ -332,7 +332,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Names of the linear layers with adapters, as ``q_proj``. Empty: all but the output layer."""
     restarts: int = 3
     """How often a job that died is started again without a new step between; 0: its death ends the run. The steps since
-    its newest checkpoint are trained again, exactly; rollouts go on meanwhile. Not for a job at ``url``."""
+    its newest checkpoint are trained again: on CPUs exactly, or the run ends; on GPUs to rounding, and a difference is
+    told. Rollouts go on meanwhile. Not for a job at ``url``."""
     restart_backoff_s: float = 5.0
     """Pause before the first restart; twice as long before each further one."""
     replay_steps: int = 20

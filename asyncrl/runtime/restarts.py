@@ -5,8 +5,9 @@ batches of the steps since then, which the run store has; then goes on what was 
 go on as far as the staleness control admits, and the buffer and its ledger know nothing of it.
 
 What counts as trained once: a batch is consumed once by the ledger and once in the history of the weights that
-survive. A step is trained again only when the weights that it made are lost, on the very same batch and advantages,
-and must give the very same weights, as their checksum says; or the run ends. So servers keep the versions they have.
+survive. A step is trained again only when the weights that it made are lost, on the very same batch and advantages. On
+CPUs it must give the very same weights, as their checksum says, or the run ends. On GPUs it need not repeat itself to
+the last bit: a difference is told, and the run goes on. Either way servers keep the versions they have.
 
     attempt()   waits for: its work; the job to be back   woken by: the trainer; whoever brings the job back
     watch()     waits for: the job's death                woken by: its exit
@@ -17,6 +18,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
+
+import msgspec
 
 from asyncrl.core import journal
 from asyncrl.core.advantage import Advantage
@@ -259,9 +262,10 @@ class RestartingTrainer:
 
     async def _replay(self, first: int, *, exact: bool) -> int:
         """Bring a job from version ``first`` to where the last one was; the number of steps that this took. ``exact``:
-        the weights must be the same, for there are servers that have them. Else they may differ by rounding, as with
-        another number of ranks."""
+        the weights must be the same, for there are servers that have them, if the job repeats itself exactly. Else
+        they may differ by rounding, as on GPUs or with another number of ranks, which is told once."""
         step = self.checkpointed = first
+        told = False
         await self.restage(step)
         while step < self._version:
             trained = await self._store.trained_on(step) if self._store.keeps else self._kept.get(step)
@@ -272,18 +276,22 @@ class RestartingTrainer:
                 )
             await self._feed(trained.fed)
             result = await self._job.train_step(trained.work.batch, trained.work.advantages)
-            if result.checksum != trained.checksum and not exact:
-                self._store.put(journal.Trained(step=step, checksum=result.checksum))
-                self._note(
-                    f"trainer: step {step}, trained again, gave other weights than before, as it may with another "
-                    "number of ranks; going on with these"
-                )
-            elif result.checksum != trained.checksum:
+            if result.checksum != trained.checksum and exact and result.repeats:
                 raise TrainerError(
                     f"trainer: step {step}, trained again, gave other weights than before (checksum {result.checksum:x}"
                     f", was {trained.checksum:x}): it does not repeat itself exactly here; go on from its newest "
                     "checkpoint with --resume"
                 )
+            if result.checksum != trained.checksum:
+                self._store.put(journal.Trained(step=step, checksum=result.checksum))
+                if step in self._kept:
+                    self._kept[step] = msgspec.structs.replace(trained, checksum=result.checksum)
+                if not told:
+                    self._note(
+                        f"trainer: step {step}, trained again, gave other weights than before, as it may on GPUs or "
+                        "with another number of ranks; going on with these"
+                    )
+                told = True
             step += 1
             await self.restage(step)
         if step > self._version:

@@ -145,7 +145,8 @@ class HttpTrainer:
         if self._recipe.algorithm.mini_batches > 1 and any(t.segment_ends for t in batch.trajectories):
             fed = []  # segments have moved the border of the first mini-batch; send the batch whole
         reply = await self._command("train_step", train_request(batch, advantages, fed))
-        return StepResult(version=reply.version, metrics=reply.metrics, checksum=reply.checksum)
+        repeats = self.info.backend == "gloo"  # on GPUs backward passes add up in any order
+        return StepResult(version=reply.version, metrics=reply.metrics, checksum=reply.checksum, repeats=repeats)
 
     async def watch(self) -> None:
         forever: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -189,14 +189,69 @@ def test_steps_that_are_not_kept_any_more_end_the_run() -> None:
     check_trained_once(settings, play(settings))  # had the checkpoints been written
 
 
-def test_a_step_that_gives_other_weights_the_second_time_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def moody(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Has trainers give other weights when step 1 is trained again, and say whether they ``repeat`` themselves."""
     train_step = SimTrainer.train_step
 
-    async def moody(self: SimTrainer, batch: Batch, advantages: Sequence[Advantage]) -> StepResult:
-        result = await train_step(self, batch, advantages)
-        self.weights += self.trained.count(1) > 1
-        return StepResult(version=result.version, metrics=result.metrics, checksum=self.weights)
+    def make(repeats: bool) -> None:
+        async def moody(self: SimTrainer, batch: Batch, advantages: Sequence[Advantage]) -> StepResult:
+            result = await train_step(self, batch, advantages)
+            self.weights += self.trained.count(1) > 1
+            return StepResult(version=result.version, metrics=result.metrics, checksum=self.weights, repeats=repeats)
 
-    monkeypatch.setattr(SimTrainer, "train_step", moody)
+        monkeypatch.setattr(SimTrainer, "train_step", moody)
+
+    return make
+
+
+def test_a_step_that_gives_other_weights_the_second_time_ends_the_run(moody: Callable[[bool], None]) -> None:
+    moody(True)
     line = failed(dying(12.0, trainer={**TRAINER, "replay_steps": 5}))
     assert line.startswith("trainer: step 1, trained again, gave other weights than before (checksum ")
+
+
+def test_a_run_goes_on_with_a_trainer_that_does_not_repeat_itself(moody: Callable[[bool], None]) -> None:
+    """As on GPUs. Steps since then give other weights too, and the next death finds those."""
+    moody(False)
+    settings = dying(12.0, 17.0, 24.0, trainer={**TRAINER, "replay_steps": 5}, run={"steps": 8})
+    simulation = play(settings)
+    check_laws(settings, simulation)
+    assert simulation.trainer.trained.count(1) > 1
+    assert simulation.trainer.trained[-1] == 7
+
+
+class Drifting:
+    """A job that gives other weights each time, and dies at the first try of step 3."""
+
+    def __init__(self) -> None:
+        self.trained: list[int] = []
+
+    async def connect(self) -> int:
+        return 0
+
+    async def train_step(self, batch: Batch, advantages: Sequence[Advantage]) -> StepResult:
+        self.trained.append(batch.step)
+        if self.trained == [0, 1, 2, 3]:
+            raise TrainerDied("trainer: killed")
+        return StepResult(version=batch.step + 1, metrics={}, checksum=len(self.trained), repeats=False)
+
+
+def test_that_a_trainer_did_not_repeat_itself_is_told_once() -> None:
+    job, notes = Drifting(), list[str]()
+    trainer = RestartingTrainer(
+        cast(Trainer, job), restarts=1, replay_steps=5, backoff_s=1.0, observer=TraceRecorder(), note=notes.append
+    )
+
+    async def steps() -> None:
+        await trainer.connect()
+        for step in range(4):
+            await trainer.train_step(Batch(step=step, groups=()), ())
+
+    run(steps())
+    assert job.trained == [0, 1, 2, 3, 0, 1, 2, 3] and trainer.version == 4
+    assert [trainer._kept[step].checksum for step in range(4)] == [5, 6, 7, 8], "those of the weights that survive"
+    told = [note for note in notes if "gave other weights" in note]
+    assert len(told) == 1 and told[0].startswith(
+        "trainer: step 0, trained again, gave other weights than before, as it"
+    )
