@@ -276,13 +276,14 @@ class RestartingTrainer:
                 )
             await self._feed(trained.fed)
             result = await self._job.train_step(trained.work.batch, trained.work.advantages)
-            if result.checksum != trained.checksum and exact and result.repeats:
+            differs = trained.checksum not in (0, result.checksum)  # 0: by a job that outlived its controller
+            if differs and exact and result.repeats:
                 raise TrainerError(
                     f"trainer: step {step}, trained again, gave other weights than before (checksum {result.checksum:x}"
                     f", was {trained.checksum:x}): it does not repeat itself exactly here; go on from its newest "
                     "checkpoint with --resume"
                 )
-            if result.checksum != trained.checksum:
+            if differs:
                 self._store.put(journal.Trained(step=step, checksum=result.checksum))
                 if step in self._kept:
                     self._kept[step] = msgspec.structs.replace(trained, checksum=result.checksum)
