@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncrl.env import Action, Env, Observation, Step, SyncEnv, Task
 from asyncrl.ports import Blocking
-from asyncrl.runtime.user_code import EpisodeFailed, user_call
+from asyncrl.runtime.user_code import EpisodeFailed, in_own_task, user_call
 from asyncrl.shield import to_the_end
 
 
@@ -50,7 +50,7 @@ class LocalEnvs:
 
     async def _close(self, env: Env) -> None:
         try:
-            await env.close()
+            await in_own_task(env.close())
         finally:
             self._free()
 
@@ -71,7 +71,7 @@ class LocalEnvs:
         async def close(env: Env) -> None:
             with suppress(EpisodeFailed):
                 async with user_call("close", self._close_timeout_s):
-                    await env.close()
+                    await in_own_task(env.close())
 
         async with asyncio.TaskGroup() as group:
             for env in self._idle:

@@ -20,6 +20,13 @@ T = TypeVar("T")
 
 MAX_REASON = 200
 """Characters of a reason in the ledger."""
+GRACES_S = (10.0, 1.0, 1.0, 1.0, 1.0)
+"""How long user code may go on after its first, second … cancellation; it is left behind after the last."""
+MAX_STUCK = 32
+"""How many calls that were left behind may go on at once."""
+
+_stuck: dict[asyncio.Task[None], str] = {}
+"""Tasks that were left behind, and whose they are. Held, so that none is collected at a time of its own."""
 
 
 class EpisodeFailed(Exception):
@@ -41,9 +48,15 @@ class EnvFailing(Exception):
 @asynccontextmanager
 async def user_call(where: str, timeout_s: float | None) -> AsyncIterator[None]:
     """Run user code: an exception or a missed deadline comes out as ``EpisodeFailed``; cancellation passes, even where
-    the user's code swallowed it (a bare ``except`` must not keep a run from ending)."""
+    the user's code swallowed it (a bare ``except`` must not keep a run from ending). Raises ``TooManyStuck``."""
     task = asyncio.current_task()
     assert task is not None
+    stuck = [name for left, name in _stuck.items() if left.get_loop() is task.get_loop()]
+    if len(stuck) > MAX_STUCK:
+        raise TooManyStuck(
+            f"{len(stuck)} calls of user code went on after {len(GRACES_S)} cancellations; find what swallows "
+            f"CancelledError in {stuck[0]}"
+        )
     cancellations = task.cancelling()
     try:
         async with asyncio.timeout(timeout_s) as scope:
@@ -62,7 +75,9 @@ async def user_call(where: str, timeout_s: float | None) -> AsyncIterator[None]:
         if task.cancelling() > cancellations:
             raise
         raise _failed(where, error) from error  # nobody cancelled us: the user's code raised it
-    except (Exception, SystemExit) as error:
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # a panic of a Rust extension is no Exception
         raise _failed(where, error) from error
     finally:
         if task.cancelling() > cancellations:
@@ -78,13 +93,42 @@ class _Outcome(Generic[T]):
 
 async def in_own_task(work: Awaitable[T]) -> T:
     """Await user code in a task of its own: a ``TaskGroup`` of the user's that fails leaves CPython 3.11's count of
-    cancellations wrong, which would pass for a cancellation of ours."""
+    cancellations wrong, which would pass for a cancellation of ours; and what no cancellation ends can be left."""
     outcome: _Outcome[T] = _Outcome()
-    async with asyncio.TaskGroup() as group:
-        group.create_task(enter(work, outcome))
+    task = asyncio.get_running_loop().create_task(enter(work, outcome))
+    try:
+        await asyncio.wait([task])
+    except asyncio.CancelledError:
+        await _end(task, getattr(work, "__qualname__", type(work).__name__))
+        raise
+    task.result()  # a KeyboardInterrupt
+    if isinstance(outcome.error, GeneratorExit):  # only a coroutine that is closed may raise it
+        raise RuntimeError("user code raised GeneratorExit") from outcome.error
     if outcome.error is not None:
         raise outcome.error
     return outcome.value
+
+
+async def _end(task: asyncio.Task[None], name: str) -> None:
+    """Cancel user code until it has ended; or leave it behind, so that the run can go on, or end."""
+    loop = asyncio.get_running_loop()
+    for grace_s in GRACES_S:
+        if task.done():
+            return
+        task.cancel()
+        deadline = loop.time() + grace_s
+        while True:
+            try:
+                await asyncio.wait([task], timeout=max(0.0, deadline - loop.time()))
+                break
+            except asyncio.CancelledError:  # another one, of an outer deadline
+                task.cancel()
+    if not task.done():
+        for left in [left for left in _stuck if left.get_loop().is_closed()]:
+            del _stuck[left]
+        _stuck[task] = name
+        task.add_done_callback(_stuck.pop)
+        asyncio.tasks._unregister_task(task)  # the end of the loop would wait for it
 
 
 async def enter(work: Awaitable[T], outcome: _Outcome[T]) -> None:
@@ -98,10 +142,22 @@ async def enter(work: Awaitable[T], outcome: _Outcome[T]) -> None:
 
 
 def _failed(where: str, error: BaseException, *, infra: bool = False) -> EpisodeFailed:
-    reason = str(error).splitlines()[0] if str(error) else ""
-    details = "".join(traceback.format_exception(error))
+    reason = _first_line(error)
+    details = utf8("".join(traceback.format_exception(error)))
     named = reason if infra and reason else f"{type(error).__name__}{': ' if reason else ''}{reason}"
     return EpisodeFailed(where, named[:MAX_REASON], details, infra=infra)
+
+
+def _first_line(error: BaseException) -> str:
+    try:
+        return (utf8(str(error)).splitlines() or [""])[0]
+    except Exception:  # a conversion of the user's own
+        return ""
+
+
+def utf8(text: str) -> str:
+    """Without halves of surrogate pairs, which no log takes."""
+    return text.encode(errors="replace").decode()
 
 
 class FailureWindow:

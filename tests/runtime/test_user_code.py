@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from asyncrl.env import EnvDown
-from asyncrl.ports import RemoteError
-from asyncrl.runtime.user_code import EnvFailing, EpisodeFailed, FailureWindow, user_call
+from asyncrl.ports import RemoteError, TooManyStuck
+from asyncrl.runtime.user_code import (
+    GRACES_S,
+    MAX_STUCK,
+    EnvFailing,
+    EpisodeFailed,
+    FailureWindow,
+    in_own_task,
+    user_call,
+)
 from asyncrl.sim.loop import run
 
 Code = Callable[[], Awaitable[Any]]
@@ -29,6 +38,17 @@ def failure(code: Code) -> EpisodeFailed:
         return error.value
 
     return run(main())
+
+
+class Panic(BaseException):
+    """As that of a Rust extension, which is no ``Exception``."""
+
+
+class Mute(Exception):
+    """It cannot be shown."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
 
 
 async def forever() -> None:
@@ -62,6 +82,10 @@ def test_an_answer_in_time_passes_through() -> None:
         (asyncio.CancelledError(), "step: CancelledError"),
         (SystemExit(3), "step: SystemExit: 3"),
         (ExceptionGroup("two", [ValueError("a"), KeyError("b")]), "step: ExceptionGroup: two (2 sub-exceptions)"),
+        (Panic("index out of bounds"), "step: Panic: index out of bounds"),
+        (BaseExceptionGroup("one", [Panic()]), "step: BaseExceptionGroup: one (1 sub-exception)"),
+        (Mute(), "step: Mute"),
+        (ValueError("half of a pair: \ud83d"), "step: ValueError: half of a pair: ?"),
     ],
 )
 def test_whatever_user_code_raises_is_one_line_and_a_traceback(error: BaseException, message: str) -> None:
@@ -178,6 +202,135 @@ def test_a_keyboard_interrupt_is_not_the_episode_s() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run(main())
+
+
+def test_a_coroutine_that_is_closed_fails_nothing() -> None:
+    async def main() -> None:
+        opened = called(forever)
+        opened.send(None)
+        opened.close()
+        with pytest.raises(EpisodeFailed, match=r"^step: RuntimeError: user code raised GeneratorExit$"):
+            await called(in_a_task_of_its_own(raising(GeneratorExit())))
+
+    run(main())
+
+
+# --- what no cancellation ends ----------------------------------------------------------------------------------------
+
+
+def in_a_task_of_its_own(code: Code) -> Code:
+    return lambda: in_own_task(code())
+
+
+class Stubborn:
+    """Swallows ``times`` cancellations, and waits on."""
+
+    def __init__(self, times: float = float("inf")) -> None:
+        self.times = times
+        self.swallowed: list[float] = []
+        self.open = asyncio.Event()
+
+    async def __call__(self) -> str:
+        while not self.open.is_set():
+            try:
+                await self.open.wait()
+            except asyncio.CancelledError:
+                self.swallowed.append(asyncio.get_running_loop().time())
+                if len(self.swallowed) > self.times:
+                    raise
+        raise ValueError("too late")
+
+
+AT = [5.0, 15.0, 16.0, 17.0, 18.0]
+"""When a call with a deadline of 5 s is cancelled."""
+
+
+@pytest.mark.parametrize("times", [0, 1, 4])
+def test_what_swallows_a_cancellation_gets_another(times: int) -> None:
+    async def main() -> None:
+        code = Stubborn(times)
+        with pytest.raises(EpisodeFailed, match="no answer within 5 s"):
+            await called(in_a_task_of_its_own(code))
+        assert code.swallowed == pytest.approx(AT[: times + 1])
+        assert asyncio.get_running_loop().time() == pytest.approx(AT[times])
+
+    run(main())
+
+
+def test_clean_up_may_take_its_time() -> None:
+    cleaned: list[float] = []
+
+    async def code() -> None:
+        try:
+            await forever()
+        finally:
+            await asyncio.sleep(GRACES_S[0] - 1)
+            cleaned.append(asyncio.get_running_loop().time())
+
+    async def main() -> None:
+        with pytest.raises(EpisodeFailed, match="no answer within 5 s"):
+            await called(in_a_task_of_its_own(code))
+
+    run(main())
+    assert cleaned == pytest.approx([14.0])
+
+
+def test_what_no_cancellation_ends_is_left_behind() -> None:
+    """The deadline costs the episode, and the loop ends without it; what it raises later is nobody's."""
+
+    async def main() -> None:
+        code, other = Stubborn(), Stubborn()
+        with pytest.raises(EpisodeFailed, match="no answer within 5 s"):
+            await called(in_a_task_of_its_own(code))
+        assert code.swallowed == pytest.approx(AT)
+        assert asyncio.get_running_loop().time() == pytest.approx(AT[-1] + GRACES_S[-1])
+        code.open.set()
+        await asyncio.sleep(1)
+        gc.collect()
+        with pytest.raises(EpisodeFailed):
+            await called(in_a_task_of_its_own(other))
+
+    run(main(), limit=100)
+
+
+def test_all_deadlines_around_it_are_delivered() -> None:
+    async def main() -> None:
+        code = Stubborn()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(7):
+                await called(in_a_task_of_its_own(code))
+        assert code.swallowed == pytest.approx(sorted([*AT, 7.0]))
+        task = asyncio.current_task()
+        assert task is not None and task.cancelling() == 0
+
+    run(main(), limit=100)
+
+
+def test_too_many_that_go_on_end_the_run() -> None:
+    async def main() -> None:
+        codes = [Stubborn() for _ in range(MAX_STUCK + 1)]
+        async with asyncio.TaskGroup() as group:
+            for code in codes:
+                group.create_task(failed_call(code))
+        with pytest.raises(TooManyStuck, match=r"33 calls of user code went on .* in Stubborn.__call__"):
+            await called(in_a_task_of_its_own(forever))
+        codes[0].open.set()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        with pytest.raises(EpisodeFailed):
+            await called(in_a_task_of_its_own(forever))
+
+    async def failed_call(code: Code) -> None:
+        with pytest.raises(EpisodeFailed):
+            await called(in_a_task_of_its_own(code))
+
+    run(main(), limit=100)
+
+    async def another() -> None:
+        await called(in_a_task_of_its_own(asyncio.Event().wait), 1)
+
+    with pytest.raises(EpisodeFailed):  # another run's are not counted
+        run(another())
 
 
 # --- the failure window -----------------------------------------------------------------------------------------------
