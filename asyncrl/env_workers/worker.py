@@ -58,8 +58,8 @@ class Worker:
             answer = self._carry_out(order)
             try:
                 data = encode(answer)
-            except Exception as error:  # what the user returned is no plain data
-                data = encode(Raised(error=f"{type(error).__name__}: {error}", details="", down=False))
+            except BaseException as error:  # what the user returned, or raised, is no plain data
+                data = encode(Raised(error=_named(error), details="", down=False))
             with contextlib.suppress(OSError):  # the controller is gone; so is this process, in a moment
                 self._connection.sendall(data)
         self._close_all()
@@ -74,13 +74,12 @@ class Worker:
         except Interrupted:
             self._current = None
             return Raised(error="interrupted", details="", down=True)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
+        except BaseException as error:  # a panic of a Rust extension is no Exception
             if isinstance(order, Close):  # nobody waits for its answer
                 traceback.print_exc()
             down = isinstance(error, EnvDown)
-            text = str(error).split("\n", 1)[0]
-            named = text if down and text else f"{type(error).__name__}{': ' if text else ''}{text}"
-            return Raised(error=named, details="".join(traceback.format_exception(error)), down=down)
+            details = _utf8("".join(traceback.format_exception(error)))
+            return Raised(error=_named(error, bare=down), details=details, down=down)
 
     def _call(self, order: Call) -> Answer:
         if isinstance(order, Reset):
@@ -109,7 +108,7 @@ class Worker:
         for env in self._envs.values():
             try:
                 env.close()
-            except Exception:
+            except BaseException:
                 traceback.print_exc()
         guard.cancel()
 
@@ -150,3 +149,17 @@ class Worker:
                 return None
             parts += part
         return bytes(parts)
+
+
+def _named(error: BaseException, *, bare: bool = False) -> str:
+    """An error in one line; ``bare``: without its type, where it says anything."""
+    try:
+        text = _utf8(str(error)).split("\n", 1)[0]
+    except Exception:  # a conversion of the user's own
+        text = ""
+    return text if bare and text else f"{type(error).__name__}{': ' if text else ''}{text}"
+
+
+def _utf8(text: str) -> str:
+    """Without halves of surrogate pairs, which no message takes."""
+    return text.encode(errors="replace").decode()

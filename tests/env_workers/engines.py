@@ -14,6 +14,17 @@ import asyncrl
 from asyncrl import Action, Cost, EnvDown, Observation, Step, Task
 
 
+class Panic(BaseException):
+    """As that of a Rust extension."""
+
+
+class Mute(Exception):
+    """It cannot be shown."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
 class Engine(asyncrl.SyncEnv):
     """``reset`` gives its process, object and episode numbers; an action is a command."""
 
@@ -41,6 +52,12 @@ class Engine(asyncrl.SyncEnv):
                         continue
             case "raise":
                 raise ValueError(argument)
+            case "panic":
+                raise Panic(argument)
+            case "mute":
+                raise Mute
+            case "half":
+                raise ValueError("half of a pair: \ud83d")
             case "down":
                 raise EnvDown(argument)
             case "exit":

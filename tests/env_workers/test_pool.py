@@ -118,6 +118,9 @@ async def test_what_user_code_raises_comes_out_in_one_line_with_its_traceback(tm
         with pytest.raises(RemoteError, match=r"^ValueError: no such tool$") as error:
             await env.step(act("raise no such tool"))
         assert "engines.py" in error.value.details and "in step" in error.value.details
+        for command, said in (("panic oh", "Panic: oh"), ("mute", "Mute"), ("half", "ValueError: half of a pair: [?]")):
+            with pytest.raises(RemoteError, match=f"^{said}$"):
+                await env.step(act(command))
         with pytest.raises(EnvDown, match=r"^no container$"):
             await env.step(act("down no container"))
         with pytest.raises(RemoteError, match=r"^TypeError: returned dict; it must return asyncrl.Step$"):
