@@ -30,7 +30,7 @@ from asyncrl.runtime.conversation import ChatTemplate, Conversation
 from asyncrl.runtime.generation import Completion, Prompt
 from asyncrl.runtime.lease import EpisodeLog, Lease
 from asyncrl.runtime.llm_proxy import LLMProxy
-from asyncrl.runtime.reward import Scorer, checked_reward
+from asyncrl.runtime.reward import Scorer, checked_metrics, checked_reward
 from asyncrl.runtime.sample_buffer import SampleBuffer
 from asyncrl.runtime.stage import PLACE, SERVER, Stage
 from asyncrl.runtime.trajectory_server import Start
@@ -260,10 +260,8 @@ class EpisodePlayer:
                 raise EpisodeFailed("step", f"returned {type(step).__name__}; it must return asyncrl.Step")
             if not isinstance(step.done, bool):
                 step = msgspec.structs.replace(step, done=bool(step.done))
-            if step.metrics:
-                metrics = {str(name): checked_reward("step", value) for name, value in step.metrics.items()}
-                step = msgspec.structs.replace(step, metrics=metrics)
-        reward = checked_reward("step", step.reward)
+            step = msgspec.structs.replace(step, metrics=checked_metrics("step", step.metrics))
+            reward = checked_reward("step", step.reward)
         if self._scorer is not None and (step.done or turn + 1 == self._limits.max_turns):
             stage.enter("its reward", self._scorer.timeout_s, "env.reward_timeout_s")
             reward += await self._scorer.score(task, action)

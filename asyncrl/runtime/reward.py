@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from asyncrl.core.types import Task
 from asyncrl.env import Action
 from asyncrl.ports import Blocking
-from asyncrl.runtime.user_code import EpisodeFailed, in_own_task, user_call
+from asyncrl.runtime.user_code import EpisodeFailed, in_own_task, user_call, utf8
 
 RewardFunction = Callable[[Task, Action], "float | Awaitable[float]"]
 
@@ -53,3 +53,8 @@ def checked_reward(where: str, value: Any) -> float:
     if not math.isfinite(reward):
         raise EpisodeFailed(where, f"gave {reward} as the reward; it must be finite")
     return reward
+
+
+def checked_metrics(where: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """``metrics`` with finite values, or ``EpisodeFailed``. Raises what they raise themselves."""
+    return {utf8(str(name)): checked_reward(where, value) for name, value in metrics.items()}

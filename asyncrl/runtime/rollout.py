@@ -19,7 +19,7 @@ from asyncrl.runtime.conversation import ChatTemplate
 from asyncrl.runtime.env_manager import Episode
 from asyncrl.runtime.lease import EpisodeLog
 from asyncrl.runtime.llm_proxy import LLMProxy
-from asyncrl.runtime.reward import checked_reward
+from asyncrl.runtime.reward import checked_metrics, checked_reward
 from asyncrl.runtime.session import Session, SessionLimits
 from asyncrl.runtime.stage import Stage
 from asyncrl.runtime.trajectory_server import Start
@@ -91,6 +91,7 @@ class RolloutPlayer:
         try:
             async with scope, user_call("rollout", None):
                 returned = await in_own_task(self._program(task, session))
+                metrics = checked_metrics("rollout", session.metrics)
         except TimeoutError:
             raise EpisodeFailed(
                 "rollout", f"neither asked the model nor ended within env.step_timeout_s = {self._idle_timeout_s:g} s"
@@ -99,7 +100,6 @@ class RolloutPlayer:
             session.close()
         if not session.turns:
             raise EpisodeFailed("rollout", "ended without a reply of the model, so there is nothing to train")
-        metrics = {str(name): checked_reward("rollout", value) for name, value in session.metrics.items()}
         if returned:
             session.credit_last(returned)
         turns = session.turns

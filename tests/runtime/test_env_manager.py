@@ -229,6 +229,11 @@ class Undecided:
         raise ValueError("the truth of an array is ambiguous")
 
 
+class Nameless:
+    def __repr__(self) -> str:
+        raise RuntimeError("no name")
+
+
 class Broken(Dialogue):
     """Misbehaves in the way that ``how`` says."""
 
@@ -264,12 +269,18 @@ class Broken(Dialogue):
                 return Step(reward=float("nan"))
             case "reward is text":
                 return Step(reward="high")  # type: ignore[arg-type]
+            case "reward has no name":
+                return Step(reward=Nameless())  # type: ignore[arg-type]
             case "messages are a number":
                 return Step(observation=Observation(messages=5))  # type: ignore[arg-type]
             case "done is no truth":
                 return Step(done=Undecided())  # type: ignore[arg-type]
             case "metrics are odd":
                 return Step(metrics=[1, 2])  # type: ignore[arg-type]
+            case "metrics are empty":
+                return Step(metrics=[])  # type: ignore[arg-type]
+            case "metrics are none":
+                return Step(metrics=None)  # type: ignore[arg-type]
         return await super().step(action)
 
 
@@ -296,6 +307,9 @@ class NoTemplate(SimTokenizer):
         ("step gives a tuple", "step: returned tuple; it must return asyncrl.Step"),
         ("reward is nan", "step: gave nan as the reward; it must be finite"),
         ("metrics are odd", "step: AttributeError: 'list' object has no attribute 'items'"),
+        ("metrics are empty", "step: AttributeError: 'list' object has no attribute 'items'"),
+        ("metrics are none", "step: AttributeError: 'NoneType' object has no attribute 'items'"),
+        ("reward has no name", "step: RuntimeError: no name"),
         ("messages are a number", "step: Value after * must be an iterable, not int"),
         ("done is no truth", "step: ValueError: the truth of an array is ambiguous"),
         ("reward is text", "step: gave 'high' as the reward; it must be a number"),
@@ -328,12 +342,18 @@ def test_a_close_that_raises_or_hangs_loses_nothing() -> None:
                 with suppress(asyncio.CancelledError):
                     await asyncio.sleep(1)
 
+    class Endless(Dialogue):
+        async def close(self) -> None:
+            while True:
+                with suppress(asyncio.CancelledError):
+                    await asyncio.sleep(1)
+
     class Rude(Dialogue):
         async def close(self) -> None:
             raise RuntimeError("already closed")
 
-    for env in (Sticky, Shielded, Rude):
-        assert run(play(env))[0].reward == 1.5
+    for env in (Sticky, Shielded, Endless, Rude):
+        assert run(play(env), limit=1000)[0].reward == 1.5
 
 
 def test_the_first_traceback_of_user_code_is_kept() -> None:

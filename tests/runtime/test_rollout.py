@@ -362,12 +362,17 @@ def test_failures_are_the_episode_s(tmp_path: Path) -> None:
     async def exits(task: Task, agent: Agent) -> Any:
         raise SystemExit(3)
 
+    async def no_metrics(task: Task, agent: Agent) -> Any:
+        await agent.chat([say("user", "hi")])
+        agent.metrics = None  # type: ignore[assignment]
+
     async def fails_in_a_group(task: Task, agent: Agent) -> Any:
         async with asyncio.TaskGroup() as group:
             group.create_task(raises(task, agent))
 
     assert "CancelledError" in failure(tmp_path, cancels)
     assert "SystemExit: 3" in failure(tmp_path, exits)
+    assert "AttributeError: 'NoneType'" in failure(tmp_path, no_metrics)
     assert "ExceptionGroup" in failure(tmp_path, fails_in_a_group)
     assert failure(tmp_path, raises) == "rollout: KeyError: 'answer'"
     assert "env.step_timeout_s = 5 s" in failure(tmp_path, hangs)
