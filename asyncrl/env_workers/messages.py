@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Mapping
+from itertools import repeat
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from asyncrl.core.types import Record, Task
 from asyncrl.env import Action, Observation, Step
@@ -21,9 +25,22 @@ class Reset(Record, frozen=True, kw_only=True, tag=True):
 
 
 class Act(Record, frozen=True, kw_only=True, tag=True):
+    """``arguments``: those of the action's tool calls, as JSON, as msgpack has no whole numbers beyond 64 bits."""
+
     call: int
     env: int
     action: Action
+    arguments: str
+
+    @classmethod
+    def of(cls, action: Action, *, call: int, env: int) -> Act:
+        """Raises ``TypeError`` for arguments that are no plain data."""
+        arguments = json.dumps([dict(c.arguments) for c in action.tool_calls])
+        return cls(call=call, env=env, action=_with_arguments(action, repeat({})), arguments=arguments)
+
+    def whole(self) -> Action:
+        """The action as it was."""
+        return _with_arguments(self.action, json.loads(self.arguments))
 
 
 class Close(Record, frozen=True, kw_only=True, tag=True):
@@ -53,6 +70,11 @@ class Raised(Record, frozen=True, kw_only=True, tag=True):
     error: str
     details: str
     down: bool
+
+
+def _with_arguments(action: Action, arguments: Iterable[Mapping[str, Any]]) -> Action:
+    calls = [replace(call, arguments=its) for call, its in zip(action.tool_calls, arguments, strict=False)]
+    return replace(action, tool_calls=calls) if calls else action
 
 
 def encode(message: Record) -> bytes:

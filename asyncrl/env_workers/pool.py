@@ -155,7 +155,7 @@ class RemoteEnv(Env):
         return answer.observation
 
     async def step(self, action: Action) -> Step:
-        order = Act(call=self._pool.next_call(), env=self.number, action=action)
+        order = Act.of(action, call=self._pool.next_call(), env=self.number)
         answer = await self._pool.call(self, order, self._pool.step_timeout_s)
         assert answer.step is not None
         return answer.step

@@ -91,7 +91,7 @@ class Worker:
                 raise TypeError(f"gave {type(observation).__name__} as observation; give text or an Observation")
             return Answer(observation=observation)
         if isinstance(order, Act):
-            step = self._envs[order.env].step(order.action)
+            step = self._envs[order.env].step(order.whole())
             if not isinstance(step, Step):
                 raise TypeError(f"returned {type(step).__name__}; it must return asyncrl.Step")
             return Answer(step=step)

@@ -18,6 +18,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping
+from itertools import starmap
 from typing import Any, Literal
 
 from asyncrl.env import ToolCall
@@ -50,7 +51,7 @@ def parse_tool_calls(text: str, parser: Parser, turn: int = 0) -> list[ToolCall]
     read = {"hermes": _hermes, "json": _json, "pythonic": _pythonic}[parser]
     return [
         ToolCall(id=f"call{turn % 1000:03d}{i % 100:02d}", name=name, arguments=arguments, error=error)
-        for i, (name, arguments, error) in enumerate(read(said))
+        for i, (name, arguments, error) in enumerate(starmap(_plain, read(said)))
     ]
 
 
@@ -63,6 +64,17 @@ def without_tool_calls(text: str, parser: Parser) -> str:
 
 
 _Call = tuple[str, Mapping[str, Any], str]
+
+
+def _plain(name: str, arguments: Mapping[str, Any], error: str) -> _Call:
+    """The call itself, if it can be passed on as JSON."""
+    try:
+        json.dumps([name, arguments], ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return name.encode(errors="replace").decode(), {}, "half of a surrogate pair is no text"
+    except (ValueError, TypeError, RecursionError):
+        return name, {}, "an argument is not a plain value"
+    return name, arguments, error
 
 
 def _hermes(text: str) -> Iterator[_Call]:

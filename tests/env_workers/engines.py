@@ -74,6 +74,8 @@ class Engine(asyncrl.SyncEnv):
                 return {"reward": 1}
             case "ids":
                 return Step(observation=str(list(action.token_ids)), done=True)
+            case "calls":
+                return Step(observation=str([(c.id, c.name, c.arguments, c.error) for c in action.tool_calls]))
             case "print":
                 print(argument, flush=True)
         return Step(observation=f"did {action.text}", reward=0.5, metrics={"turn": action.turn})

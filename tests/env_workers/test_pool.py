@@ -19,7 +19,7 @@ import uvloop
 
 import asyncrl.env_workers.pool as pool_module
 from asyncrl.build.env_watch import alarm
-from asyncrl.env import Action, EnvDown, Step, SyncEnv, Task
+from asyncrl.env import Action, EnvDown, Step, SyncEnv, Task, ToolCall
 from asyncrl.env_workers.nursery import NICENESS
 from asyncrl.env_workers.pool import EnvProcesses, RemoteEnv
 from asyncrl.ports import RemoteError
@@ -91,6 +91,10 @@ async def test_an_episode_is_played_in_another_process(tmp_path: Path) -> None:
         assert step == Step(observation="did go", reward=0.5, metrics={"turn": 3})
         ids = Action(text="ids", token_ids=array("i", [5, 6]), finish_reason="stop")
         assert (await env.step(ids)).observation == "[5, 6]"
+        large = {"a": 2**100, "b": [-(2**64), {"c": "\u00e9"}]}
+        tools = [ToolCall(id="0", name="f", arguments=large), ToolCall(id="1", name="g", error="no")]
+        told = (await env.step(act("calls", tool_calls=tools))).observation
+        assert told == str([("0", "f", large, ""), ("1", "g", {}, "no")])
     assert not alive(pid)
 
 

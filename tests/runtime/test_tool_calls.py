@@ -78,6 +78,33 @@ def test_what_cannot_be_read_says_why(parser: Parser, text: str, name: str, why:
     assert (call.name, call.arguments) == (name, {}) and why in call.error and "\n" not in call.error
 
 
+@pytest.mark.parametrize(
+    ("parser", "text", "why"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "\\ud83d"}}</tool_call>', "half of a surrogate pair"),
+        ("json", '{"name": "f", "arguments": {"\\udcff": 1}}', "half of a surrogate pair"),
+        ("pythonic", "[f(x='\\ud83d')]", "half of a surrogate pair"),
+        ("pythonic", "[f(x=1j)]", "not a plain value"),
+        ("pythonic", "[f(x=...)]", "not a plain value"),
+        ("pythonic", "[f(x=b'a')]", "not a plain value"),
+        ("pythonic", "[f(x={(1, 2): 3})]", "not a plain value"),
+    ],
+)
+def test_what_no_json_can_say_is_the_call_s_error(parser: Parser, text: str, why: str) -> None:
+    [call] = parse_tool_calls(text, parser)
+    assert (call.name, call.arguments) == ("f", {}) and why in call.error
+
+
+def test_a_name_that_is_no_text() -> None:
+    [call] = parse_tool_calls('{"name": "f\\ud83d", "arguments": {"x": 1}}', "json")
+    assert (call.name, call.arguments) == ("f?", {}) and call.error
+
+
+def test_whole_numbers_may_be_large() -> None:
+    [call] = parse_tool_calls(f'{{"name": "f", "arguments": {{"x": {2**100}}}}}', "json")
+    assert (call.arguments, call.error) == ({"x": 2**100}, "")
+
+
 def test_ids_count_and_are_what_the_strictest_templates_take() -> None:
     calls = parse_tool_calls('{"name": "a"} {"name": "b"}', "json", turn=12)
     assert [call.id for call in calls] == ["call01200", "call01201"]
