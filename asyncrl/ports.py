@@ -269,6 +269,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``, special tokens recognised, none added. Raises ``ValueError`` for what is no valid text."""
 
+    def beginning(self, text: str, tokens: int) -> str:
+        """As much of ``text`` as has that many tokens for certain, if it is long; else all of it."""
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,36 @@ class HuggingFaceTokenizer:
             raise ValueError(f"no text that can be encoded: {text!r:.100}") from None
         return ids
 
+    def beginning(self, text: str, tokens: int) -> str:
+        if len(text) <= tokens or self._longest is None or len(text) <= (most := tokens * self._longest):
+            return text
+        # A character is composed of four at most.
+        return unicodedata.normalize("NFC", text[: 4 * most])[:most] if self._composes else text[:most]
+
+    @cached_property
+    def _longest(self) -> int | None:
+        """The most characters that a token stands for. None where more of a text can vanish: all but BPE over all bytes
+        pass over what they do not know, other normalizers shorten, and some added tokens take the blanks around."""
+        from tokenizers.pre_tokenizers import ByteLevel
+
+        state = json.loads(self._fast.to_str())
+        model, added = state["model"], state["added_tokens"]
+        normalizers, splits = _steps(state["normalizer"]), _steps(state["pre_tokenizer"])
+        if any(split["type"] == "ByteLevel" for split in splits):
+            every_byte = ByteLevel.alphabet()
+        else:
+            every_byte = [f"<0x{i:02X}>" for i in range(256)] if model.get("byte_fallback") else [""]
+        if model["type"] != "BPE" or not all(byte in model["vocab"] for byte in every_byte):
+            return None
+        if not all(map(_keeps_length, normalizers + splits)) or any(t["lstrip"] or t["rstrip"] for t in added):
+            return None
+        return max(map(len, [*model["vocab"], *(token["content"] for token in added)]))
+
+    @cached_property
+    def _composes(self) -> bool:
+        state = self._fast.normalizer
+        return state is not None and any(s["type"] == "NFC" for s in _steps(json.loads(state.__getstate__())))
+
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._fast.decode(list(ids), skip_special_tokens=True)
         return text
@@ -62,6 +94,26 @@ class HuggingFaceTokenizer:
         except Exception as error:  # a template is a program, and the messages are a user's
             raise ValueError(f"the chat template refuses the messages: {_one_line(error)}") from error
         return text
+
+
+def _steps(state: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """Of a normalizer or pre-tokenizer, as tokenizer.json has them."""
+    if state is None:
+        return []
+    parts = state.get("normalizers", state.get("pretokenizers")) if state["type"] == "Sequence" else None
+    return [state] if parts is None else [step for part in parts for step in _steps(part)]
+
+
+def _keeps_length(step: Mapping[str, Any]) -> bool:
+    """Whether no text has fewer characters behind it (but for NFC)."""
+    match step["type"]:
+        case "ByteLevel" | "NFC" | "Digits" | "Metaspace" | "Prepend":
+            return True
+        case "Split":
+            return bool(step["behavior"] != "Removed")
+        case "Replace":
+            return len(step["content"]) >= len(step["pattern"].get("String", step["content"] + "x"))
+    return False
 
 
 def _eos_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:

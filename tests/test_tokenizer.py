@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from asyncrl.config import RecipeError
 from asyncrl.tokenizer import HuggingFaceTokenizer
@@ -80,6 +81,59 @@ def test_messages_that_the_template_refuses_are_a_value_error(folder: Path, mess
 def test_what_is_no_text_is_a_value_error(folder: Path, text: Any) -> None:
     with pytest.raises(ValueError, match="text"):
         HuggingFaceTokenizer(folder).encode(text)
+
+
+def bpe(folder: Path, *, normalizer: Any = None, byte_fallback: bool = False, **added: bool) -> HuggingFaceTokenizer:
+    """Whose longest token has eight characters, the special one eleven."""
+    if byte_fallback:
+        letters, split = ["a", "\u2581", *(f"<0x{i:02X}>" for i in range(256))], None
+        normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    else:
+        letters, split = sorted(pre_tokenizers.ByteLevel.alphabet()), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    merges = [("a" * n, "a" * n) for n in (1, 2, 4)]
+    symbols = [*letters, "aa", "aaaa", "aaaaaaaa"]
+    vocab = {s: i for i, s in enumerate(symbols)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=byte_fallback))
+    if split is not None:
+        tokenizer.pre_tokenizer = split
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.add_special_tokens([AddedToken("<|special|>", **added)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return HuggingFaceTokenizer(folder)
+
+
+LONG = ["a" * 4000, "<|special|>" * 400, "e\u0301" * 2000, "\u1f82" * 2000, "a \n" * 1500, "\u65e5\u672c" * 900]
+LONG += [unicodedata.normalize("NFD", text) for text in LONG]
+
+
+@pytest.mark.parametrize("text", LONG)
+@pytest.mark.parametrize("settings", [{}, {"normalizer": normalizers.NFC()}, {"byte_fallback": True}])
+def test_the_beginning_of_a_text_has_so_many_tokens(folder: Path, settings: Any, text: str) -> None:
+    tokenizer = bpe(folder, **settings)
+    for tokens in (1, 10, 100):
+        beginning = tokenizer.beginning(text, tokens)
+        assert len(beginning) <= 11 * tokens < len(text)
+        assert len(tokenizer.encode(beginning)) >= tokens
+        assert unicodedata.normalize("NFC", text).startswith(unicodedata.normalize("NFC", beginning)[:-1])
+    assert tokenizer.beginning(text, 4000) == text
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"rstrip": True}, {"normalizer": normalizers.Strip()}, {"normalizer": normalizers.Replace("aa", "a")}],
+)
+def test_where_text_can_vanish_all_of_it_is_looked_at(folder: Path, settings: Any) -> None:
+    tokenizer = bpe(folder, **settings)
+    text = "<|special|>" + " " * 5000
+    assert tokenizer.beginning(text, 3) == text
+
+
+def test_words_that_stand_for_what_is_not_known_have_no_length(folder: Path) -> None:
+    words = Tokenizer(models.WordLevel(vocab={"?": 0, "a": 1}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(folder / "tokenizer.json"))
+    assert HuggingFaceTokenizer(folder).beginning("b" * 5000, 3) == "b" * 5000
 
 
 def test_no_chat_template(folder: Path) -> None:

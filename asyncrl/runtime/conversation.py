@@ -11,6 +11,7 @@ messages, in which the earlier turns are observed and not trained again. ``Histo
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Sequence
 from functools import cached_property
@@ -28,11 +29,17 @@ History = Literal["segments", "keep", "refuse"]
 all the same, or fail the episode."""
 
 _MARK = "\u2063assistant\u2063"
+_SURROGATES = re.compile("[\ud800-\udfff]")
 _THOUGHT = "\u2063thought\u2063"
 _BASE = (
     {"role": "user", "content": "."},
     {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_MARK}"},
 )
+
+
+def as_unicode(text: str) -> str:
+    """With the replacement character for each half of a surrogate pair, which no tokenizer takes."""
+    return _SURROGATES.sub("\ufffd", text)
 
 
 class ChatTemplate:
@@ -45,18 +52,29 @@ class ChatTemplate:
         self.history = history
         self.parser: Parser = parser_for(tokenizer.chat_template) if tool_parser == "auto" else tool_parser
 
-    def start(self, messages: Sequence[Message], tools: Sequence[Tool]) -> array[int]:
-        """A whole dialogue, up to where the model speaks. Raises ``ValueError``."""
-        return array("i", self.tokenizer.encode(self.tokenizer.render(messages, True, tools)))
+    def encode(self, text: str, enough: int | None = None) -> array[int]:
+        """What the model sees of ``text``; what is no Unicode is replaced. Of a text that has more than ``enough``
+        tokens a beginning may do that has more, too: tokenizing holds the loop. Raises ``ValueError``."""
+        if not isinstance(text, str):
+            raise ValueError(f"no text that can be encoded: {text!r:.100}")
+        if enough is not None and len(text) > enough:
+            text = self.tokenizer.beginning(text, enough + 1)
+        return array("i", self.tokenizer.encode(as_unicode(text)))
 
-    def extension(self, last_id: int, messages: Sequence[Message]) -> tuple[array[int], bool]:
+    def start(self, messages: Sequence[Message], tools: Sequence[Tool], enough: int | None = None) -> array[int]:
+        """A whole dialogue, up to where the model speaks. ``enough`` as in ``encode``. Raises ``ValueError``."""
+        return self.encode(self.tokenizer.render(messages, True, tools), enough)
+
+    def extension(
+        self, last_id: int, messages: Sequence[Message], enough: int | None = None
+    ) -> tuple[array[int], bool]:
         """What follows an assistant turn whose last token is ``last_id``, and whether the template leaves the thoughts
-        of that turn where they are. Raises ``ValueError``."""
+        of that turn where they are. ``enough`` as in ``encode``; one less may be there. Raises ``ValueError``."""
         text = self.tokenizer.render([*_BASE, *messages], True)
         before, mark, suffix = text.partition(_MARK)
         if not mark:
             raise ValueError("the model's chat template drops assistant turns, so a dialogue cannot be extended by ids")
-        new = array("i", self.tokenizer.encode(suffix))
+        new = self.encode(suffix, enough)
         # The model usually ends its turn itself; then the template's end-of-turn token is there already.
         eos_ids = self.tokenizer.eos_ids
         if new and new[0] in eos_ids and last_id in eos_ids:
@@ -94,11 +112,13 @@ class ChatTemplate:
 
 
 class Conversation:
-    """Owned by one episode. ``ids`` is the prompt of the next generation."""
+    """Owned by one episode. ``ids`` is the prompt of the next generation. Of what is observed beyond ``max_tokens``, no
+    more is there than tells that it is."""
 
-    def __init__(self, template: ChatTemplate) -> None:
+    def __init__(self, template: ChatTemplate, *, max_tokens: int | None = None) -> None:
         self._template = template
         self._tokenizer = template.tokenizer
+        self._max_tokens = max_tokens
         self._pending = array("i")
         self._new_segment = False
         self._thoughts = False
@@ -120,13 +140,13 @@ class Conversation:
             raise ValueError("the tools of an episode are given with its first observation and stay the same")
         if not observation.messages:
             self._messages = None
-            self.append(self._tokenizer.encode(observation.text))
+            self.append(self._template.encode(observation.text, self._max_tokens))
         elif not self.ids:
-            self.append(self._template.start(observation.messages, observation.tools))
+            self.append(self._template.start(observation.messages, observation.tools, self._max_tokens))
             if self._template.history == "segments" and self._template.drops_thoughts:
                 self._messages = list(observation.messages)
         else:
-            new, kept = self._template.extension(self.ids[-1], observation.messages)
+            new, kept = self._template.extension(self.ids[-1], observation.messages, self._max_tokens)
             if self._messages is not None:
                 self._messages += observation.messages
             if self._thoughts and not kept and self._template.drops():
@@ -190,4 +210,4 @@ class Conversation:
             raise ValueError("the chat template drops earlier thoughts, and plain text among messages has no template")
         self.ids, self._pending = array("i"), array("i")
         self._new_segment, self._thoughts = True, False
-        self.append(self._template.start(self._messages, self._tools))
+        self.append(self._template.start(self._messages, self._tools, self._max_tokens))

@@ -170,7 +170,7 @@ class EpisodePlayer:
         stage.enter("env reset", self._limits.reset_timeout_s, "env.reset_timeout_s")
         async with user_call("reset", self._limits.reset_timeout_s):
             observation = await in_own_task(envs[-1].reset(task))
-        dialogue = Conversation(self._template)
+        dialogue = Conversation(self._template, max_tokens=self._limits.max_tokens)
         dialogue.reset_s = asyncio.get_running_loop().time() - began
         _observe(dialogue, "reset", observation)
         if len(dialogue.ids) >= self._limits.max_tokens:

@@ -24,7 +24,7 @@ import msgspec
 from asyncrl.core.types import Record, Turn
 from asyncrl.env import EpisodeOver, Message, Reply, Tool, ToolCall
 from asyncrl.ports import EngineRejected
-from asyncrl.runtime.conversation import ChatTemplate, Conversation
+from asyncrl.runtime.conversation import ChatTemplate, Conversation, as_unicode
 from asyncrl.runtime.generation import Completion, Prompt
 from asyncrl.runtime.llm_proxy import LLMProxy
 from asyncrl.runtime.reward import checked_reward
@@ -119,12 +119,13 @@ class Session:
         point = self._chats.get(digests[known])
         if point is not None and known == len(messages):
             raise ValueError("messages: the last one is the model's own reply; add what it is to answer")
+        enough = self._limits.max_tokens
         if point is not None:
-            ids, kept = self._template.extension(self._last_id(point), messages[known:])
+            ids, kept = self._template.extension(self._last_id(point), messages[known:], enough)
             if point.thoughts and not kept and self._template.drops():
                 point = None
         if point is None:
-            ids = self._template.start(messages, tools)
+            ids = self._template.start(messages, tools, enough)
         turn = self._begun
         completion, text, end = await self._turn(point, ids, max_tokens, stop)
         thoughts = self._template.has_thoughts(text) or (point is not None and point.thoughts)
@@ -142,7 +143,7 @@ class Session:
         if isinstance(prompt, str):
             earlier = ((t, p) for t, p in reversed(self._texts) if prompt.startswith(t))
             known, point = next(earlier, ("", None))
-            ids = array("i", self._template.tokenizer.encode(prompt[len(known) :]))
+            ids = self._template.encode(prompt[len(known) :], self._limits.max_tokens)
         else:
             if not all(0 <= i < self._template.tokenizer.vocab_size for i in prompt):
                 raise ValueError("prompt: has ids outside the model's vocabulary")  # some servers die of them
@@ -316,7 +317,7 @@ def plain_message(message: Message) -> dict[str, Any]:
             raise ValueError("messages: only text can be content") from None
     elif content is not None and not isinstance(content, str):
         raise ValueError(f"messages: only text can be content, not {type(content).__name__}")
-    plain: dict[str, Any] = {"role": message["role"], "content": content or ""}
+    plain: dict[str, Any] = {"role": message["role"], "content": as_unicode(content or "")}
     for name in ("name", "tool_call_id"):
         if message.get(name) is not None:
             plain[name] = message[name]

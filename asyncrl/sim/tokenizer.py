@@ -18,6 +18,9 @@ class SimTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def beginning(self, text: str, tokens: int) -> str:
+        return text
+
     def decode(self, ids: Sequence[int]) -> str:
         """The runtime decodes stretches that are either text or generated, so the ends tell which; a look at every id
         of every response would cost more than all the rest of a simulation."""

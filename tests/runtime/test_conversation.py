@@ -41,6 +41,9 @@ class CharTokenizer:
             text = text[len(special or text[0]) :]
         return ids
 
+    def beginning(self, text: str, tokens: int) -> str:
+        return text[: tokens * max(map(len, SPECIALS))]
+
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(i) for i in ids if i < START)
 
@@ -176,3 +179,34 @@ def test_an_episode_of_many_turns_costs_its_own_length() -> None:
         costs.append(tokenizer.encoded)
     assert costs[1] <= 2 * costs[0]
     assert costs[1] <= 200 * 120
+
+
+@pytest.mark.parametrize("observation", ["x" * 10**6, user("x" * 10**6)])
+def test_of_what_is_too_long_only_a_beginning_is_encoded(observation: Observation | str) -> None:
+    tokenizer = CharTokenizer()
+    dialogue = Conversation(ChatTemplate(tokenizer), max_tokens=50)
+    dialogue.observe(user("hi"))
+    answer(dialogue, [5])
+    before = dialogue.served
+    dialogue.observe(observation)
+    assert dialogue.ids[:before].tolist() == dialogue.ids.tolist()[:before]
+    assert 50 < len(dialogue.ids) < 1000 and tokenizer.encoded < 1000
+
+
+def test_what_fits_is_encoded_whole() -> None:
+    for length in (49, 50, 51):
+        dialogue = Conversation(ChatTemplate(CharTokenizer()), max_tokens=50)
+        dialogue.observe("x" * length)
+        assert len(dialogue.ids) == length
+
+
+@pytest.mark.parametrize("observation", ["a\ud83db", user("a\udcffb")])
+def test_what_is_no_unicode_is_replaced(observation: Observation | str) -> None:
+    dialogue = Conversation(ChatTemplate(CharTokenizer()))
+    dialogue.observe(observation)
+    assert "a\ufffdb" in "".join(map(chr, (i for i in dialogue.ids if i < START)))
+
+
+def test_what_is_no_text_is_refused() -> None:
+    with pytest.raises(ValueError, match="no text that can be encoded: 5"):
+        Conversation(ChatTemplate(CharTokenizer())).observe(Observation(text=5))  # type: ignore[arg-type]

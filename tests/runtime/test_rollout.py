@@ -282,6 +282,24 @@ def test_a_stop_string_ends_where_the_server_would_have(tmp_path: Path) -> None:
     played.check_prompts()
 
 
+def test_what_is_no_unicode_costs_nothing(tmp_path: Path) -> None:
+    """Half of a surrogate pair, in what a program tells the model and in a call that the model makes."""
+    spoken = '<tool_call>\n{"name": "bash", "arguments": {"command": "\\ud83d"}}\n</tool_call>'
+
+    async def rollout(task: Task, agent: Agent) -> float:
+        messages = [say("user", "hi \ud83d")]
+        reply = await agent.chat(messages, tools=[TOOL])
+        [call] = reply.tool_calls
+        assert "surrogate" in call.error and reply.message["content"] == reply.text
+        await agent.chat([*messages, reply.message, say("tool", call.error)], tools=[TOOL])
+        await agent.complete("hi \ud83d")
+        return 1
+
+    played = play(tmp_path, rollout, lambda prompt: spoken)
+    played.check_prompts()
+    assert len(played.segments) == 2
+
+
 # --- limits and failures ----------------------------------------------------------------------------------------------
 
 
@@ -308,6 +326,23 @@ def test_a_limit_within_a_task_group_is_one_too(tmp_path: Path) -> None:
         return 5
 
     assert play(tmp_path, rollout, max_turns=2).episode.reward == 2
+
+
+def test_of_a_prompt_that_is_too_long_only_a_beginning_is_encoded(tmp_path: Path) -> None:
+    sizes: list[int] = []
+
+    async def rollout(task: Task, agent: Agent) -> float:
+        await agent.chat([say("user", "hi")])
+        tokenizer = agent._template.tokenizer  # type: ignore[attr-defined]
+        encode = tokenizer.encode
+        tokenizer.encode = lambda text: sizes.append(len(text)) or encode(text)
+        for call in (agent.chat([say("user", "ab" * 10**6)]), agent.complete("ab" * 10**6)):
+            with pytest.raises(EpisodeOver, match="maximum context length is 150 tokens"):
+                await call
+        return 1
+
+    assert play(tmp_path, rollout, max_tokens=150).episode.finish_reason == "length"
+    assert len(sizes) == 2 and max(sizes) < 10_000
 
 
 def test_a_program_may_catch_the_limit(tmp_path: Path) -> None:
