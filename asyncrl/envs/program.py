@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -26,6 +25,9 @@ from asyncrl.shield import to_the_end
 GRACE_S = 2.0
 MAX_OUTPUT = 2**16
 """Bytes of output that are kept, the last ones."""
+READ = 2**16
+LAST_READS = 16
+"""After the program's end, for what is in the pipe: who left its process group may hold it, and write on."""
 
 
 class Finished(Record, frozen=True, kw_only=True):
@@ -48,11 +50,32 @@ async def run_program(
     # The second name is that of older clients, which some libraries still read.
     endpoint = dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), agent.base_url)
     endpoint["OPENAI_API_KEY"] = agent.api_key
-    with tempfile.NamedTemporaryFile(prefix="asyncrl-program-") as log:
+    loop = asyncio.get_running_loop()
+    kept = bytearray()
+    ours, theirs = os.pipe()
+    os.set_blocking(ours, False)
+
+    def take() -> bool:
+        """What was written meanwhile; whether that was anything."""
         try:
-            child = await Child.start("program", command, log=Path(log.name), env={**endpoint, **(env or {})}, cwd=cwd)
+            data = os.read(ours, READ)
+        except BlockingIOError:
+            return False
+        if not data:
+            loop.remove_reader(ours)
+        kept.extend(data)
+        del kept[:-MAX_OUTPUT]
+        return bool(data)
+
+    loop.add_reader(ours, take)
+    try:
+        try:
+            log = Path(f"/dev/fd/{theirs}")
+            child = await Child.start("program", command, log=log, env={**endpoint, **(env or {})}, cwd=cwd)
         except ChildError as error:
             raise EnvDown(str(error)) from None
+        finally:
+            os.close(theirs)
 
         async def end() -> None:
             await child.stop(GRACE_S)
@@ -73,8 +96,12 @@ async def run_program(
                 watch.cancel()
         finally:
             await to_the_end(end(), GRACE_S + 1.0)
-        log.seek(max(0, log.seek(0, os.SEEK_END) - MAX_OUTPUT))
-        output = log.read().decode(errors="replace")
+        for _ in range(LAST_READS):
+            if not take():
+                break
+    finally:
+        loop.remove_reader(ours)
+        os.close(ours)
     if over:
         raise EpisodeOver("the program wanted more of the model than the episode may have")
-    return Finished(code=code, output=output)
+    return Finished(code=code, output=kept.decode(errors="replace"))

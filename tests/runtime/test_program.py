@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 
 from asyncrl.env import Agent, EnvDown
-from asyncrl.envs.program import Finished, run_program
+from asyncrl.envs.program import MAX_OUTPUT, Finished, run_program
 
 from .speaking import Answer
 from .test_gateway import play
@@ -99,6 +100,42 @@ async def test_a_program_that_is_not_there(tmp_path: Path) -> None:
         await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])  # type: ignore[attr-defined]
 
     await play(tmp_path, program)
+
+
+class NoLimit:
+    base_url, api_key = "http://127.0.0.1:1/v1", "k"
+
+    async def over(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def ended(script: str) -> Finished:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    async with asyncio.timeout(20):
+        finished = await run_program(NoLimit(), ["bash", "-c", script])  # type: ignore[arg-type]
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    return finished
+
+
+async def test_of_long_output_the_end_is_kept_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "not there"))
+    finished = await ended("yes | head -c 50000000; echo; echo the end >&2; exit 3")
+    assert finished.code == 3
+    assert len(finished.output) == MAX_OUTPUT and finished.output.endswith("y\n\nthe end\n")
+
+
+async def test_output_may_end_before_the_program_does() -> None:
+    assert await ended("echo said; exec >&- 2>&-; sleep 0.3; exit 4") == Finished(code=4, output="said\n")
+
+
+@pytest.mark.parametrize("writes", ["sleep 5", "timeout 5 yes"])
+async def test_who_left_the_program_s_group_is_not_waited_for(writes: str) -> None:
+    began = time.monotonic()
+    finished = await ended(f"echo said; setsid {writes} & sleep 0.2; exit 0")
+    assert finished.code == 0 and time.monotonic() - began < 4
+    assert ("said" in finished.output) == (writes == "sleep 5")
 
 
 @pytest.mark.skipif(not MINI, reason="mini-swe-agent is not installed; see the top of this file")
