@@ -2,8 +2,10 @@
 
 ``/v1/chat/completions`` (tools, streaming, stop strings, logprobs), ``/v1/completions`` and ``/v1/models``. The API key
 says which episode a request belongs to; the rest is its Session's. A reply is streamed when it is complete: until then
-it may yet be interrupted and continued elsewhere. Temperature and top_p are the run's, whatever a client asks for: what
-is trained must have been sampled as the trainer assumes.
+it may yet be interrupted and continued elsewhere. Its text ends before the stop string; what is trained, and the
+``logprobs``, have it as it was sampled. A chat goes on from there all the same, a text completion where the client's
+prompt has the stop string again. Temperature and top_p are the run's, whatever a client asks for: what is trained must
+have been sampled as the trainer assumes.
 
 Owns the listening socket and the keys.
 """
@@ -21,7 +23,7 @@ from aiohttp import web
 
 from asyncrl.env import EpisodeOver, Reply
 from asyncrl.ports import Tokenizer
-from asyncrl.runtime.session import ContextFull, Session
+from asyncrl.runtime.session import ContextFull, Session, before_stop, without_stop
 from asyncrl.runtime.user_code import EpisodeFailed
 
 MAX_BODY = 64 * 2**20
@@ -132,7 +134,7 @@ class Gateway:
             max_tokens=asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens,
             stop=asked.stops,
         )
-        message = {**reply.message}
+        message = without_stop(reply.message, asked.stops)
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [_wire_call(call) for call in calls]
         finish_reason = "tool_calls" if calls else reply.finish_reason
@@ -157,7 +159,8 @@ class Gateway:
         if asked.logprobs is not None:
             tokens = [entry["token"] for entry in self._logprobs(reply)]
             logprobs = {"tokens": tokens, "token_logprobs": list(reply.logprobs)}
-        choice = {"index": 0, "text": reply.text, "logprobs": logprobs, "finish_reason": reply.finish_reason}
+        text = before_stop(reply.text, asked.stops)
+        choice = {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": reply.finish_reason}
         if asked.stream:
             return await self._stream(request, "text_completion", [choice], reply, asked.stream_options)
         return _json(self._envelope("text_completion", [choice], reply))

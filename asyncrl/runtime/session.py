@@ -132,7 +132,8 @@ class Session:
         end = msgspec.structs.replace(end, thoughts=thoughts)
         calls = parse_tool_calls(text, self._template.parser, turn) if tools else []
         message = _reply_message(text, calls, self._template)
-        for said in (message, {"role": "assistant", "content": text}):
+        whole = {"role": "assistant", "content": text}
+        for said in (message, whole, without_stop(message, stop), without_stop(whole, stop)):
             self._chats[_digest(digests[-1], said)] = end
         return _reply(completion, text, message, calls, prompt_tokens=end.length - len(completion.output_ids))
 
@@ -302,6 +303,16 @@ class Session:
             versions=completion.versions[:end],
             finish_reason="stop",
         )
+
+
+def before_stop(text: str, stop: Sequence[str]) -> str:
+    """``text`` up to the first stop string in it, as OpenAI's API gives it to clients."""
+    return text[: min((at for s in stop if s and (at := text.find(s)) >= 0), default=len(text))]
+
+
+def without_stop(message: Message, stop: Sequence[str]) -> dict[str, Any]:
+    """A reply as a client of that API has it, and sends it back."""
+    return {**message, "content": before_stop(message["content"], stop)}
 
 
 def plain_message(message: Message) -> dict[str, Any]:

@@ -160,11 +160,53 @@ async def test_text_completions_with_the_real_client(tmp_path: Path) -> None:
         two = await client.completions.create(model="m", prompt="3+4=yes so", stream=True)
         assert "".join([chunk.choices[0].text async for chunk in two]) == "yes ab"
         three = await client.completions.create(model="m", prompt=[5, 6, 7], stop="a")
-        assert (three.choices[0].text, three.choices[0].finish_reason) == ("yes a", "stop")
+        assert (three.choices[0].text, three.choices[0].finish_reason) == ("yes ", "stop")
 
     played = await play(tmp_path, program)
     played.check_prompts()
     assert [turn.new_segment for turn in played.episode.turns] == [False, False, True]
+
+
+async def test_a_client_gets_no_stop_string_and_goes_on_from_it(tmp_path: Path) -> None:
+    """What was sampled has it, and stays as it was."""
+
+    async def program(agent: Agent, client: openai.AsyncOpenAI) -> None:
+        messages: list[Any] = [say("user", "hi")]
+        for stop in ("END", ["nothing", "ND"]):
+            completion = await client.chat.completions.create(model="m", messages=messages, stop=stop)
+            [choice] = completion.choices
+            assert (choice.message.content, choice.finish_reason) == ("one " if stop == "END" else "one E", "stop")
+            messages += [choice.message, say("user", "more")]
+        stream = await client.chat.completions.create(model="m", messages=messages, stop="END", stream=True)
+        assert "".join([c.choices[0].delta.content or "" async for c in stream]) == "one "
+        text = (await client.completions.create(model="m", prompt="say:", stop="END")).choices[0].text
+        assert text == "one "
+        await client.completions.create(model="m", prompt=f"say:{text}END and")
+        await client.completions.create(model="m", prompt=f"say:{text}and")
+
+    played = await play(tmp_path, program, lambda prompt: "one END two")
+    played.check_prompts()
+    assert [len(turn.output_ids) for turn in played.episode.turns[:3]] == [7, 7, 7]
+    assert [turn.new_segment for turn in played.episode.turns] == [False, False, False, True, False, True]
+
+
+async def test_a_stop_string_beside_a_call(tmp_path: Path) -> None:
+    async def program(agent: Agent, client: openai.AsyncOpenAI) -> None:
+        messages: list[Any] = [say("user", "look")]
+        tools: Any = [TOOL]
+        for _ in range(2):
+            completion = await client.chat.completions.create(
+                model="m", messages=messages, tools=tools, stop="</tool_call>"
+            )
+            [choice] = completion.choices
+            assert choice.finish_reason == "tool_calls" and choice.message.content == "I look."
+            assert choice.message.tool_calls is not None
+            [call] = choice.message.tool_calls
+            messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "x"}]
+
+    played = await play(tmp_path, program, lambda prompt: f"I look.\n{CALL} and more")
+    played.check_prompts()
+    assert len(played.segments) == 1
 
 
 def spoken(call: Any) -> bytes:
