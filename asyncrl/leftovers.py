@@ -3,12 +3,16 @@
 Who is killed tidies nothing up, and SGLang ends its own processes by SIGKILL even in order: each of its servers leaves
 sockets in the folder for temporary files, and in ``/dev/shm`` a semaphore, its load and, with tensor parallelism,
 message queues. So a small process outlives them and does it. It reads from a pipe what to look after, and ends when
-whoever writes there is gone:
+whoever made it is gone:
 
     folder PATH          is removed in the end
     session PID PATH     when process PID and its session are gone, the folder PATH is removed, and what they had mapped
                          of the files in /dev/shm that nobody else maps
     look                 now: the sessions are about to be ended
+    end                  nothing follows
+
+The pipe may stay open after that: a process that was forked meanwhile, by user code for instance, holds it too. So it
+is told of the end, or sees its parent's.
 
 What a session maps is looked up soon after its start, then less often, and can be known only while it lives.
 Folders in ``/dev/shm`` are others', but for those that are named. Linux.
@@ -43,7 +47,7 @@ class Leftovers:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", __file__],
+            [sys.executable, "-I", __file__, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -63,6 +67,7 @@ class Leftovers:
     def close(self) -> None:
         """What is left of processes that have ended is removed before this returns."""
         assert self._process.stdin is not None
+        self._tell("end")
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.wait()
@@ -124,29 +129,37 @@ def _mapped(process: Path) -> set[int]:
 
 
 class _Keeper:
-    def __init__(self) -> None:
+    def __init__(self, parent: int) -> None:
+        self._parent = parent
         self._selector = selectors.DefaultSelector()
         self._folders: list[str] = []
         self._sessions: dict[int, _Session] = {}
         """By a file descriptor that can be read when its first process has ended."""
 
     def run(self) -> None:
-        self._selector.register(0, selectors.EVENT_READ)
-        data, told = b"", True
-        while told or self._sessions:
-            for key, _ in self._selector.select(self._until_look()):
-                if key.fd == 0:
-                    part = os.read(0, 65536)
-                    *lines, data = (data + part).split(b"\n")
-                    for line in lines:
-                        self._obey(os.fsdecode(line))
-                    if not part:
-                        self._selector.unregister(0)
-                        told = False
-                else:
-                    self._selector.unregister(key.fd)
-                    os.close(key.fd)
-                    self._sessions.pop(key.fd).remove()
+        ears = [0]
+        with contextlib.suppress(OSError, AttributeError):  # it has ended, or the system cannot tell
+            ears.append(os.pidfd_open(self._parent))
+        for ear in ears:
+            self._selector.register(ear, selectors.EVENT_READ)
+        data = b""
+        while ears or self._sessions:
+            alone = os.getppid() != self._parent
+            wait_s = 0.0 if ears and alone else self._until_look()
+            ready = {key.fd for key, _ in self._selector.select(wait_s)}
+            ended = alone and 0 not in ready  # nothing is left in the pipe
+            if 0 in ready:
+                part = os.read(0, 65536)
+                *lines, data = (data + part).split(b"\n")
+                ended = not part or b"end" in lines
+                for line in lines:
+                    self._obey(os.fsdecode(line))
+            while ended and ears:
+                self._selector.unregister(ears.pop())
+            for end in ready & self._sessions.keys():
+                self._selector.unregister(end)
+                os.close(end)
+                self._sessions.pop(end).remove()
             for session in self._sessions.values():
                 if session.next_look <= time.monotonic():
                     session.look()
@@ -166,6 +179,8 @@ class _Keeper:
         if kind == "folder":
             self._folders.append(rest)
             return
+        if kind == "end":
+            return
         if kind == "look":
             for session in self._sessions.values():
                 session.look()
@@ -184,4 +199,4 @@ class _Keeper:
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    _Keeper().run()
+    _Keeper(int(sys.argv[1])).run()

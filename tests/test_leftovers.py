@@ -111,3 +111,36 @@ def test_it_outlives_being_told_nothing_and_its_own_death_harms_nobody(tmp_path:
     leftovers.session(os.getpid(), tmp_path)
     leftovers.close()
     assert tmp_path.exists()
+
+
+FORKS = """
+import os, sys, time
+from asyncrl.leftovers import Leftovers
+leftovers = Leftovers()
+leftovers.folder(sys.argv[1])
+child = os.fork()  # as a reward's pool of processes does
+if not child:
+    time.sleep(600)
+print(child, flush=True)
+if sys.argv[2] == "closes":
+    leftovers.close()
+else:
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("end", ["closes", "is killed"])
+def test_a_living_process_that_was_forked_meanwhile_holds_up_no_end(tmp_path: Path, end: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with subprocess.Popen([sys.executable, "-c", FORKS, folder, end], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        try:
+            if end == "is killed":
+                process.kill()
+            process.wait(60)
+            until(lambda: not folder.exists())
+        finally:
+            process.kill()
+            os.kill(child, signal.SIGKILL)
