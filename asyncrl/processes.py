@@ -14,6 +14,7 @@ import random
 import signal
 import socket
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -146,14 +147,21 @@ def last_line(log: Path) -> str:
     return lines[-1][:300] if lines else "it wrote nothing"
 
 
+_drawn: deque[int] = deque(maxlen=1000)
+"""Ports that were given out last: perhaps nobody listens there yet."""
+
+
 def free_port() -> int:
     """A TCP port that is free on loopback now, and most likely still when a process has started: none of those from
-    which systems take the local ports of connections (Linux: 32,768 on)."""
+    which systems take the local ports of connections (Linux: 32,768 on), nor one that was given out lately."""
     while True:
+        port = random.randrange(16384, 32768)
+        if port in _drawn:
+            continue
         with socket.socket() as probe:
-            port = random.randrange(16384, 32768)
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
-            return port
+        _drawn.append(port)
+        return port

@@ -197,3 +197,12 @@ def test_a_free_port_can_be_listened_on() -> None:
         await server.wait_closed()
 
     asyncio.run(main())
+
+
+def test_a_port_that_was_given_out_is_not_given_out_again_before_anyone_listens_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = free_port()
+    draws = [given, given, *range(given + 1, given + 50)]
+    monkeypatch.setattr("asyncrl.processes.random.randrange", lambda *_: draws.pop(0))
+    assert free_port() > given
