@@ -160,14 +160,20 @@ class LocalProcesses(ABC):
                 tries = 0
             if tries == engine.restarts:
                 break
-            self._note(f"{self._children[index].death()}; starting it again")
-            await asyncio.sleep(min(MAX_BACKOFF_S, engine.restart_backoff_s * 2**tries))
-            tries += 1
-            if child.name in self._retired:
-                return
-            self._children[index] = await self._start(index)
+            self._note(f"{child.death()}; starting it again")
+            while self._children[index] is child and tries < engine.restarts:
+                await asyncio.sleep(min(MAX_BACKOFF_S, engine.restart_backoff_s * 2**tries))
+                tries += 1
+                if child.name in self._retired:
+                    return
+                try:
+                    self._children[index] = await self._start(index)
+                except (ChildError, OSError) as error:  # that counts as a death
+                    self._note(f"{child.name}: cannot be started again ({error})")
+            if self._children[index] is child:
+                break
         again = f"; it died {tries + 1} times and is given up" if tries else ""
-        self._note(f"{self._children[index].death()}{again}")
+        self._note(f"{child.death()}{again}")
 
     @abstractmethod
     async def _start(self, index: int) -> Child: ...

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import shlex
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -169,6 +172,35 @@ async def test_a_server_that_ran_for_long_has_all_its_restarts_again(
             watch = group.create_task(f.servers.watch())
             await until(lambda: len(f.said(0, "args")) == 5)
             watch.cancel()
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+async def test_a_restart_that_fails_counts_as_a_death_and_harms_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    made, mkdtemp = iter(range(failures)), tempfile.mkdtemp
+
+    def full(**how: str) -> str:
+        if next(made, None) is None:
+            return mkdtemp(**how)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async with fleet(tmp_path, HELLO + "exec sleep 60", count=2, restarts=3, restart_backoff_s=0.01) as f:
+        await f.servers.start()
+        await until(lambda: all(f.said(i, "env") for i in range(2)))
+        monkeypatch.setattr("asyncrl.servers.tempfile.mkdtemp", full)
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(f.servers.watch())
+            f.servers.kill("server 0")
+            if failures == 1:
+                await until(lambda: len(f.said(0, "env")) == 2)
+            else:
+                await until(lambda: len(f.notes) == 5)
+            watching.cancel()
+        failed = "server 0: cannot be started again ([Errno 28] No space left on device)"
+        assert f.notes[0].endswith("; starting it again") and f.notes[1 : failures + 1] == [failed] * failures
+        assert len(f.notes) == 2 or f.notes[4].endswith("; it died 4 times and is given up")
+        assert f.servers.began("server 1") is not None
 
 
 async def test_a_missing_interpreter_is_one_line(tmp_path: Path) -> None:
