@@ -135,6 +135,12 @@ class InitGroupReq(msgspec.Struct, kw_only=True):
     backend: str = "nccl"
 
 
+class DestroyGroupReq(msgspec.Struct, kw_only=True):
+    """POST /destroy_weights_update_group: leave that group."""
+
+    group_name: str
+
+
 class UpdateFromDistributedReq(msgspec.Struct, kw_only=True, omit_defaults=True):
     """POST /update_weights_from_distributed: receive these tensors, broadcast by rank 0 in this order.
 

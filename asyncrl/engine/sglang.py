@@ -127,6 +127,8 @@ class SGLangEngine:
         self._shared = SharedKv(self._http, config.kv_storage, run, config.control_timeout_s) if shares else None
         self._replicas = 1
         """Processes of each tensor-parallel rank."""
+        self._group = ""
+        """The process group that it was to join last."""
         self._live: dict[str, _Live] = {}
         self._quiet = asyncio.Event()
         """Set when no request of this client is on the server."""
@@ -420,6 +422,10 @@ class SGLangEngine:
                 "with --dp-size or --pp-size above 1 SGLang takes no weights from a process group; start more servers "
                 'in place of its replicas, or set weights.transport = "disk" or "relay"'
             )
+        if self._group:  # the trainer has left it, and the server would keep it for good
+            left = wire.DestroyGroupReq(group_name=self._group)
+            await shielded(self._update("destroy_weights_update_group", left), ABORT_TIMEOUT_S)
+        self._group = group
         await self._update(
             "init_weights_update_group",
             wire.InitGroupReq(

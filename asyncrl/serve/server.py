@@ -33,6 +33,7 @@ from asyncrl.serve.spec import ServeError
 from asyncrl.serve.weights import UpdateGroups, read_folder
 from asyncrl.wire import (
     AbortReq,
+    DestroyGroupReq,
     InitGroupReq,
     PauseReq,
     SamplingParams,
@@ -64,10 +65,6 @@ class _Generate(msgspec.Struct, kw_only=True):
 class _NewVersion(msgspec.Struct, kw_only=True):
     new_version: str
     abort_all_requests: bool = True
-
-
-class _GroupName(msgspec.Struct, kw_only=True):
-    group_name: str
 
 
 class _Empty(msgspec.Struct):
@@ -398,7 +395,7 @@ class Server:
         return "Succeeded to initialize custom process group."
 
     async def _destroy_group(self, request: web.Request) -> str:
-        body = await _decode(request, _GroupName)
+        body = await _decode(request, DestroyGroupReq)
         await self._blocking(lambda: self._groups.leave(body.group_name))
         return "Succeeded to destroy custom process group."
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -150,7 +150,8 @@ class UpdateGroups:
         self._groups: dict[str, dist.ProcessGroup] = {}
 
     def join(self, request: InitGroupReq) -> None:
-        """Join a group; returns when all of it is there. Raises ``ServeError``."""
+        """Join a group; returns when all of it is there. Older ones are left: their trainer sends there no more. Raises
+        ``ServeError``."""
         name, rank, world = request.group_name, request.rank_offset, request.world_size
         if name in self._groups:
             raise ServeError(f"group {name} exists already; destroy it first, or use another name")
@@ -160,6 +161,9 @@ class UpdateGroups:
             raise ServeError(f"group {name}: this torch has no backend {request.backend!r}; use gloo or nccl")
         if request.backend == "nccl" and self._device.type != "cuda":
             raise ServeError(f"group {name}: backend nccl needs a CUDA device; use gloo")
+        for old in list(self._groups):
+            with suppress(ServeError):
+                self.leave(old)
         host, port = request.master_address, request.master_port
         with _as_serve_error(f"group {name}: cannot join at tcp://{host}:{port}"):
             store = TCPStore(host, port, world, timeout=CONNECT_TIMEOUT, wait_for_workers=False)

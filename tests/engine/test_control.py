@@ -233,6 +233,17 @@ async def test_join_group_says_who_is_who(server: Server, make: Make) -> None:
     ]
 
 
+@pytest.mark.parametrize("answer", [{"success": True}, refuses(400, {"success": False, "message": "no such group"})])
+async def test_a_server_leaves_a_group_before_it_joins_the_next(server: Server, make: Make, answer: Any) -> None:
+    if callable(answer):
+        server.on_control["/destroy_weights_update_group"] = answer
+    engine = make()
+    for group in ("g1", "g2"):
+        await engine.join_group("10.0.0.1", 4711, 1, 2, group, "gloo")
+    join, leave = "/init_weights_update_group", "/destroy_weights_update_group"
+    assert [(x.path, x.body["group_name"]) for x in server.exchanges] == [(join, "g1"), (leave, "g1"), (join, "g2")]
+
+
 @pytest.mark.parametrize(
     ("theirs", "said"),
     [

@@ -219,14 +219,14 @@ class Trainer:
 
 
 @asynccontextmanager
-async def trainer(client: Client, folder: Path, steps: str) -> AsyncIterator[Trainer]:
+async def trainer(client: Client, folder: Path, steps: str, name: str = "g1") -> AsyncIterator[Trainer]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", textwrap.dedent(TRAINER), str(folder), "g1", steps,
+        sys.executable, "-c", textwrap.dedent(TRAINER), str(folder), name, steps,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout is not None
     port = int(await process.stdout.readline())
-    body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "group_name": "g1"}
+    body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "group_name": name}
     try:
         await client.post("/init_weights_update_group", {**body, "backend": "gloo"})
         yield Trainer(process)
@@ -281,6 +281,15 @@ async def test_weights_arrive_over_a_gloo_group(
         await held
         await client.post("/destroy_weights_update_group", {"group_name": "g1"})
     await check_serves(client, type(third).from_pretrained(saved, dtype=torch.float32))
+
+
+async def test_who_joins_a_group_leaves_the_one_before(client: Client, folder: Path) -> None:
+    """The trainer forms one for each set of servers, and a server would keep them all, with their threads."""
+    async with trainer(client, folder, "each"):
+        pass
+    async with trainer(client, folder, "each", name="g2"):
+        assert "no group" in (await client.post("/destroy_weights_update_group", {"group_name": "g1"}, 400))["message"]
+        await client.post("/destroy_weights_update_group", {"group_name": "g2"})
 
 
 async def test_what_the_trainer_sent_along_is_compared_and_a_corrupt_broadcast_changes_nothing(
