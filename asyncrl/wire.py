@@ -391,12 +391,13 @@ class Door(msgspec.Struct, kw_only=True, frozen=True):
 
 class FetchReply(msgspec.Struct, kw_only=True, frozen=True):
     """Before the bytes. Without a ``manifest`` the version is not there, nor on its way, and none follow. ``spans`` are
-    the parts of the file (start, end) that this one has, where it does not have all: only they follow. With a ``door``
-    the bytes are read through it, and what follows says how many are there (weights/nixl.py). ``error`` is why it
-    cannot give by the link asked for. The manifest is without checksums: nothing waits for them (``FetchEnd``)."""
+    the parts of the file (start, end), perhaps none, that this one has, where it does not have all: only they follow.
+    With a ``door`` the bytes are read through it, and what follows says how many are there (weights/nixl.py). ``error``
+    is why it cannot give by the link asked for. The manifest is without checksums: nothing waits
+    for them (``FetchEnd``)."""
 
     manifest: Manifest | None = None
-    spans: tuple[tuple[int, int], ...] = ()
+    spans: tuple[tuple[int, int], ...] | None = None
     door: Door | None = None
     error: str = ""
 

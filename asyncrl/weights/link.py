@@ -118,7 +118,7 @@ class Source:
         spans = [
             (start, end, number)
             for number, reply in enumerate(replies)
-            for start, end in reply.spans or ((0, sys.maxsize),)
+            for start, end in (((0, sys.maxsize),) if reply.spans is None else reply.spans)
         ]
         self._spans = deque((start, end, self._givers[number]) for start, end, number in sorted(spans))
 

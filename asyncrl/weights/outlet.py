@@ -28,16 +28,16 @@ from asyncrl.wire import FetchEnd, FetchReply, FetchReq
 
 class Outlet:
     """Listens at ``address`` from the beginning; ``port`` says where. ``begin``, fill the memory, ``offer``. Takers
-    have to show the ``token``. With ``spans`` (start, end), in order, it is only those parts of the file that are
-    filled, offered, and take memory."""
+    have to show the ``token``. With ``spans`` (start, end), in order, it is only those parts of the file, perhaps none,
+    that are filled, offered, and take memory."""
 
-    def __init__(self, address: str, token: str = "", spans: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(self, address: str, token: str = "", spans: Sequence[tuple[int, int]] | None = None) -> None:
         """Raises ``OSError``, where ``address`` is none of this machine for instance."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family)
         self.port: int = self._listener.getsockname()[1]
         self._token = token
-        self._spans = tuple(spans)
+        self._spans = None if spans is None else tuple(spans)
         self._file = os.memfd_create("asyncrl-weights")
         self._memory = mmap.mmap(-1, 1)
         self._layout = WeightFile(header=b"", places=(), size=0)
@@ -104,7 +104,7 @@ class Outlet:
                     self._sums = _sums_to_come(self._layout, self._parts, memoryview(self._memory))
                 sums = self._sums
             try:
-                if request.link == "nixl":
+                if request.link == "nixl" and self._parts:
                     self._give_by_nixl(taker, request.offset, offered, sums)
                     return
                 taker.sendall(frame(FetchReply(manifest=offered, spans=self._spans)))
@@ -137,7 +137,7 @@ class Outlet:
     @property
     def _parts(self) -> Sequence[tuple[int, int]]:
         """What is offered of the file."""
-        return self._spans or ((0, self._layout.size),)
+        return ((0, self._layout.size),) if self._spans is None else self._spans
 
 
 def _sums(layout: WeightFile, spans: Sequence[tuple[int, int]], data: memoryview) -> dict[str, int]:

@@ -62,7 +62,7 @@ def offered(folder: str, lora: int) -> tuple[bytes, Manifest, dict[str, torch.Te
     manifest, file = asyncio.run(taken([one.address for one in addresses]))
     gathered = {name: tensor.clone() for bucket in rank.gather(keep=True) for name, tensor in bucket.items()}
     assert rank._share is not None
-    return file, manifest, gathered, list(rank._share._outlet._spans)
+    return file, manifest, gathered, list(rank._share._outlet._parts)
 
 
 async def taken(addresses: list[str]) -> tuple[Manifest, bytes]:

@@ -188,6 +188,31 @@ async def test_another_source_goes_on_where_the_first_was_at_once(tmp_path: Path
         hangs.set()
 
 
+@pytest.mark.parametrize("network", ["tcp", "nixl"])
+async def test_a_rank_with_nothing_to_send_gives_nothing(tmp_path: Path, network: str) -> None:
+    """By no door: NIXL cannot show nothing."""
+    manifest, file = await published(1)
+    outlets = [Outlet("127.0.0.1"), Outlet("127.0.0.1", spans=())]
+    for outlet in outlets:
+        outlet.begin(manifest)[1][: len(file)] = file
+        outlet.offer(manifest)
+    addresses = tuple(f"127.0.0.1:{outlet.port}" for outlet in outlets)
+    with await connect(addresses[1]) as sock:
+        source = link.Source([sock])
+        await source.ask(FetchReq(run="r", version=1, offset=0, link=network))
+        assert source.manifest is not None
+        with pytest.raises(LinkBroken, match="nobody gives byte 0"):
+            await source.receive_into(0, memoryview(bytearray(1)))
+        assert set((await source.checksums()).values()) == {0}
+    async with relay(tmp_path) as one:
+        one.obey(RelayOrders(run="r", sources=addresses, versions=(1,)))
+        await until(lambda: one.state().versions == [1])
+        assert one.state().received == len(file) and one.state().refused == 0
+        check_loads(tmp_path, 1)
+    for outlet in outlets:
+        outlet.close()
+
+
 async def test_several_sources_give_their_parts_of_one_version(tmp_path: Path) -> None:
     """As a trainer's ranks do. With one of them missing nothing ever becomes visible; and from any byte on they give
     the rest."""
