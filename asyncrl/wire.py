@@ -393,7 +393,7 @@ class FetchReply(msgspec.Struct, kw_only=True, frozen=True):
     """Before the bytes. Without a ``manifest`` the version is not there, nor on its way, and none follow. ``spans`` are
     the parts of the file (start, end), perhaps none, that this one has, where it does not have all: only they follow.
     With a ``door`` the bytes are read through it, and what follows says how many are there (weights/nixl.py). ``error``
-    is why it cannot give by the link asked for. The manifest is without checksums: nothing waits
+    is why it cannot give by the link asked for, or not to that one. The manifest is without checksums: nothing waits
     for them (``FetchEnd``)."""
 
     manifest: Manifest | None = None

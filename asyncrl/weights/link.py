@@ -21,6 +21,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from asyncrl.access import VARIABLE
 from asyncrl.core.manifest import Manifest
 from asyncrl.wire import Door, FetchEnd, FetchReply, FetchReq
 
@@ -30,7 +31,7 @@ LIMIT = 2**28
 """Largest message before the bytes; a manifest takes about a hundred bytes a tensor."""
 
 
-STRANGER = "it has not the run's token"
+STRANGER = f"it has not the run's token; set {VARIABLE} to that where it is started"
 
 
 class LinkBroken(Exception):

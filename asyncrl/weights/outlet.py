@@ -93,7 +93,8 @@ class Outlet:
             taker.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             request = decode(_exactly(taker, length(_exactly(taker, 4))), FetchReq)
             if not matches(request.token, self._token):
-                raise LinkBroken(STRANGER)
+                taker.sendall(frame(FetchReply(error=STRANGER)))
+                return
             with self._lock:
                 offered = self._offered
                 if offered is None or offered.version != request.version:

@@ -41,6 +41,9 @@ CONNECT_S = 2.0
 RETRY_S = 0.02
 """Pause after a connection broke: its end is mostly known sooner than the new orders."""
 
+MAX_RETRY_S = 1.0
+"""While nothing comes, each pause is twice as long as the one before, up to this."""
+
 ABSENT_S = 0.5
 """Pause before an older version is asked for again, of a source that does not have it."""
 
@@ -170,6 +173,7 @@ class Relay:
         return missing[0] if missing else None
 
     async def _take(self) -> None:
+        pause_s, failed = RETRY_S, (self._orders, -1)
         while True:
             news, orders, version = self._news, self._orders, self._wanted()
             begun = self._incoming
@@ -199,8 +203,12 @@ class Relay:
                 await asyncio.sleep(RETRY_S)
             except (LinkBroken, OSError) as error:  # TimeoutError is one: other orders came
                 log.info("version %d from %s: %s", version, ", ".join(orders.sources), error or type(error).__name__)
-                if self._orders is orders:
-                    await asyncio.sleep(RETRY_S)
+                before, failed = failed, (orders, self._received)
+                pause_s = min(MAX_RETRY_S, 2 * pause_s) if failed == before else RETRY_S
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        while self._orders is orders:
+                            await self._news.wait()
 
     async def _fetch(self, orders: RelayOrders, version: int) -> None:
         """The rest of a version. Raises ``LinkBroken``, ``LinkMissing``, ``OSError``, ``Corrupt`` or ``NoRoom``."""
@@ -259,6 +267,7 @@ class Relay:
                 sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, self._pace)
             request = await receive(sock, FetchReq)
             if not matches(request.token, self._token):
+                await loop.sock_sendall(sock, frame(FetchReply(error=STRANGER)))
                 raise LinkBroken(STRANGER)
             version = await self._found(request, sock)
             if version is None:

@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from asyncrl.access import header
+from asyncrl.access import DEMAND, header
 from asyncrl.core.relay_chain import RelayChain
 from asyncrl.ports import Engine, EngineError, Observer
 from asyncrl.wire import RelayOrders, RelayState
@@ -85,6 +85,8 @@ class RelayTransport:
         """Of the relays that are in the chain."""
         self._lost: dict[str, float] = {}
         """When a relay was last there, or first expected."""
+        self._gone: dict[str, str] = {}
+        """Why a relay is not there, as far as that is known."""
         self.news = asyncio.Event()
         """Set, and replaced, whenever a state or the orders changed."""
 
@@ -99,8 +101,9 @@ class RelayTransport:
     async def _keep(self, session: aiohttp.ClientSession, relay: str) -> None:
         now = asyncio.get_running_loop().time
         self._lost[relay] = now()
+        told = False
         while True:
-            why = "it closed the connection"
+            why, refused = "it closed the connection", False
             try:
                 async with asyncio.timeout(CONNECT_S):
                     connection = await session.ws_connect(URL(relay) / "control", max_msg_size=2**24)
@@ -108,13 +111,21 @@ class RelayTransport:
                     await self._converse(relay, connection)
             except TimeoutError:
                 why = f"silent for {self._silence_s:g} s"
+            except aiohttp.WSServerHandshakeError as error:
+                refused = True
+                why = f"it answered {error.status}: " + (DEMAND if error.status == 401 else "is it a relay?")
             except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
                 why = str(error) or type(error).__name__
+            self._gone[relay] = why
             if self.states.pop(relay, None) is not None:
                 self.chain.lose(relay)
                 self._lost[relay] = now()
                 self._tell()
                 self._note(f"relay {relay} is gone ({why}); the others go on without it")
+                told = True
+            elif not told and (refused or now() - self._lost[relay] > GONE_S):
+                self._note(f"relay {relay} does not come ({why}); the others go on without it")
+                told = True
             await asyncio.sleep(RETRY_S)
 
     async def _converse(self, relay: str, connection: aiohttp.ClientWebSocketResponse) -> None:
@@ -265,7 +276,7 @@ class RelayTransport:
     def _why(self, relay: str) -> str:
         state = self.states.get(relay)
         if state is None:
-            return f"relay {relay} is gone"
+            return f"relay {relay} is gone ({self._gone[relay]})" if relay in self._gone else f"relay {relay} is gone"
         return f"relay {relay}: {state.error or f'it did not come in {self._timeout_s:g} s'}"
 
     async def _within(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:

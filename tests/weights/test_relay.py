@@ -188,6 +188,26 @@ async def test_another_source_goes_on_where_the_first_was_at_once(tmp_path: Path
         hangs.set()
 
 
+async def test_a_source_that_stays_dead_is_asked_less_and_less_and_a_new_one_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, file = await published(1)
+    dead, other = Source(manifest, lambda n, offset: b""), Source(manifest, lambda n, offset: file[offset:])
+    async with relay(tmp_path, dead, other) as one:
+        one.obey(RelayOrders(run="r", sources=(dead.address,), versions=(1,)))
+        await asyncio.sleep(0.7)
+        assert 1 < len(dead.requests) < 10
+        monkeypatch.setattr("asyncrl.weights.relay.MAX_RETRY_S", 600.0)
+        monkeypatch.setattr("asyncrl.weights.relay.RETRY_S", 600.0)
+        one.obey(RelayOrders(run="r", sources=(dead.address,), versions=(0, 1)))
+        asked = len(dead.requests)
+        await until(lambda: len(dead.requests) > asked)
+        await asyncio.sleep(0.05)
+        one.obey(RelayOrders(run="r", sources=(other.address,), versions=(1,)))
+        await until(lambda: one.state().versions == [1])
+        check_loads(tmp_path, 1)
+
+
 @pytest.mark.parametrize("network", ["tcp", "nixl"])
 async def test_a_rank_with_nothing_to_send_gives_nothing(tmp_path: Path, network: str) -> None:
     """By no door: NIXL cannot show nothing."""

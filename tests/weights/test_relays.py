@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from asyncrl.ports import EngineError
 from asyncrl.processes import free_port
+from asyncrl.weights.outlet import Outlet
 
 from .relays import World, world
 
@@ -116,6 +118,49 @@ async def test_a_server_whose_relay_is_gone_is_told_so_and_the_others_load(
         with pytest.raises(EngineError, match=r"s1: cannot load version 1: relay http://127.0.0.1:\d+ is gone"):
             await w.transport.deliver(w.engines(), 1)
         assert w.servers[0].version == 1
+
+
+async def test_why_a_relay_never_comes_is_told_once_and_again_where_its_weights_are_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.weights.relay_transport.GONE_S", 0.3)
+    monkeypatch.setenv("ASYNCRL_TOKEN", "a" * 32)  # the first relay's; the run shows none, and there is no second
+    w = World(tmp_path, 2, megabytes=1)
+    await w.start(0)
+    try:
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            while True:
+                with suppress(OSError):
+                    _, writer = await asyncio.open_connection("127.0.0.1", w.ports[0])
+                    break
+                await asyncio.sleep(0.02)
+            writer.close()
+            watching = tasks.create_task(w.transport.watch())
+            await asyncio.sleep(1.0)
+            for engine, why in ((0, "it answered 401: set ASYNCRL_TOKEN"), (1, "Cannot connect")):
+                with pytest.raises(EngineError, match=rf"relay http://127.0.0.1:\d+ is gone \({why}"):
+                    await w.transport.deliver([w.engines()[engine]], 1)
+            watching.cancel()
+        assert sorted(note.partition("(")[0].split(" ", 2)[2] for note in w.notes) == ["does not come "] * 2
+        assert any("401: set ASYNCRL_TOKEN" in note for note in w.notes)
+    finally:
+        w.trainer.outlet.close()
+        await w.kill(0)
+
+
+async def test_a_relay_without_the_runs_token_is_told_so_by_who_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was started by hand, where the run drew a token: anyone controls it."""
+    monkeypatch.delenv("ASYNCRL_TOKEN", raising=False)
+    async with world(tmp_path, 1, megabytes=1) as w:
+        w.trainer.outlet.close()
+        w.trainer.outlet = Outlet("127.0.0.1", "a" * 32)
+        await w.transport.prepare(1)
+        await w.transport.arrive(w.engines(), 1)
+        with pytest.raises(EngineError, match=r"s0: cannot load version 1: .* not the run's token; set ASYNCRL_TOKEN"):
+            await w.transport.deliver(w.engines(), 1)
+        assert len(w.notes) == 1 and "set ASYNCRL_TOKEN" in w.notes[0]
 
 
 async def test_full_memory_is_one_line_and_costs_the_other_relays_nothing(tmp_path: Path) -> None:
