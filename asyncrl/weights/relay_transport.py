@@ -132,14 +132,17 @@ class RelayTransport:
         """Until the connection ends. Raises ``TimeoutError`` when the relay is silent."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                ordering = tasks.create_task(self._order(relay, connection))
+                ordering: asyncio.Task[None] | None = None
                 while True:
                     async with asyncio.timeout(self._silence_s):
                         message = await connection.receive()
                     if message.type is not aiohttp.WSMsgType.BINARY:
                         break
                     self._heard(relay, msgspec.json.decode(message.data, type=RelayState))
-                ordering.cancel()
+                    # Not before: one that is not in the chain yet would be told to drop all that it holds.
+                    ordering = ordering or tasks.create_task(self._order(relay, connection))
+                if ordering is not None:
+                    ordering.cancel()
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
 

@@ -8,11 +8,14 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
+from aiohttp import web
 
 from asyncrl.ports import EngineError
 from asyncrl.processes import free_port
 from asyncrl.weights.outlet import Outlet
+from asyncrl.wire import RelayOrders, RelayState
 
 from .relays import World, world
 
@@ -78,6 +81,37 @@ async def test_a_relay_that_hangs_is_cut_out_too(tmp_path: Path) -> None:
         await w.up()
         await w.broadcast(2)
         assert [server.version for server in w.servers] == [2, 2], "and is taken in again when it wakes up"
+
+
+async def test_a_relay_is_told_nothing_before_it_has_said_what_it_holds(tmp_path: Path) -> None:
+    """One that only was silent for a moment is no longer in the chain, and would be told to drop all that it holds."""
+    w = World(tmp_path, 1, megabytes=1)
+    orders: asyncio.Queue[RelayOrders] = asyncio.Queue()
+
+    async def control(request: web.Request) -> web.WebSocketResponse:
+        connection = web.WebSocketResponse()
+        await connection.prepare(request)
+        await asyncio.sleep(0.3)
+        state = RelayState(run="test", data_port=1, folder="", versions=[1])
+        await connection.send_bytes(msgspec.json.encode(state))
+        async for message in connection:
+            orders.put_nowait(msgspec.json.decode(message.data, type=RelayOrders))
+        return connection
+
+    app = web.Application()
+    app.router.add_get("/control", control)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", w.ports[0]).start()
+        await w.transport.prepare(1)
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(w.transport.watch())
+            assert (await orders.get()).versions == (1,)
+            watching.cancel()
+    finally:
+        w.trainer.outlet.close()
+        await runner.cleanup()
 
 
 async def test_one_that_was_killed_comes_back_at_the_end_and_catches_up(tmp_path: Path) -> None:
