@@ -79,7 +79,7 @@ class LocalProcesses(ABC):
         return index
 
     async def _add(self, index: int) -> None:
-        self._children[index] = await self._start(index)
+        self._children[index] = await self._started(index)
         self._new.append(index)
         self._grown.set()
 
@@ -167,16 +167,24 @@ class LocalProcesses(ABC):
                 if child.name in self._retired:
                     return
                 try:
-                    self._children[index] = await self._start(index)
-                except (ChildError, OSError) as error:  # that counts as a death
+                    self._children[index] = await self._started(index)
+                except ChildError as error:  # that counts as a death
                     self._note(f"{child.name}: cannot be started again ({error})")
             if self._children[index] is child:
                 break
         again = f"; it died {tries + 1} times and is given up" if tries else ""
         self._note(f"{child.death()}{again}")
 
+    async def _started(self, index: int) -> Child:
+        """Raises ``ChildError``."""
+        try:
+            return await self._start(index)
+        except OSError as error:
+            raise ChildError(str(error)) from None
+
     @abstractmethod
-    async def _start(self, index: int) -> Child: ...
+    async def _start(self, index: int) -> Child:
+        """Raises ``ChildError`` or ``OSError``."""
 
 
 class LocalRelays(LocalProcesses):

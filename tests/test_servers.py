@@ -178,7 +178,7 @@ async def test_a_server_that_ran_for_long_has_all_its_restarts_again(
 async def test_a_restart_that_fails_counts_as_a_death_and_harms_nobody_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
-    made, mkdtemp = iter(range(failures)), tempfile.mkdtemp
+    made, mkdtemp = iter(range(1 + failures)), tempfile.mkdtemp
 
     def full(**how: str) -> str:
         if next(made, None) is None:
@@ -189,6 +189,8 @@ async def test_a_restart_that_fails_counts_as_a_death_and_harms_nobody_else(
         await f.servers.start()
         await until(lambda: all(f.said(i, "env") for i in range(2)))
         monkeypatch.setattr("asyncrl.servers.tempfile.mkdtemp", full)
+        with pytest.raises(ChildError, match="No space left on device"):
+            await f.servers.add("")
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(f.servers.watch())
             f.servers.kill("server 0")
