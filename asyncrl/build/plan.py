@@ -156,9 +156,9 @@ def plan(recipe: Recipe, *, out: TextIO, plot: Path | None = None) -> None:
     """
     recipe = read_samples(recipe)
     system, work = system_of(recipe), Workload(shape_of(recipe))
-    if work.prompt >= recipe.rollout.max_tokens:
+    if (prompt := recipe.sim.prompt_tokens.expected) >= recipe.rollout.max_tokens:
         raise RecipeError(
-            f"sim.prompt_tokens: prompts of {work.prompt:g} tokens leave no room within rollout.max_tokens = "
+            f"sim.prompt_tokens: prompts of {prompt:g} tokens leave no room within rollout.max_tokens = "
             f"{recipe.rollout.max_tokens}; set it to what the tasks have"
         )
     for line in report(recipe, system, work):

@@ -29,7 +29,7 @@ def splits(s: System, most: int = 32) -> list[System]:
     """The same GPUs in every split between rollout and training, at most about ``most`` of them, evenly."""
     count = (s.gpus - 1) // s.server_gpus
     stride = max(1, math.ceil(count / most))
-    chosen = {*range(stride, count + 1, stride), count, s.servers}
+    chosen = {1, *range(stride, count + 1, stride), count, s.servers}
     return [with_split(s, servers) for servers in sorted(chosen) if servers >= 1]
 
 
@@ -46,9 +46,7 @@ def best_split(s: System, w: Workload) -> System:
     position = coarse.index(best)
     low = coarse[max(0, position - 1)].servers
     high = coarse[min(len(coarse) - 1, position + 1)].servers
-    if high - low <= 2:
-        return best
-    return fastest([with_split(s, servers) for servers in range(low, high + 1)])
+    return fastest([best, *(with_split(s, servers) for servers in range(low, high + 1) if servers != best.servers)])
 
 
 def best_bound(s: System, w: Workload, *, of_most: float = 0.98, largest: int = 64) -> int:

@@ -73,11 +73,12 @@ class Workload:
         own, common = math.sqrt(1.0 - shape.task_share), math.sqrt(shape.task_share)
         lengths: list[float] = []
         waits: list[float] = []
-        prompt = tokens = read = fresh = turns = cut = 0
+        prompt = prompts = tokens = read = fresh = turns = cut = 0
         context = 0.0
         for i in range(n):
             if i % members == 0:
-                prompt = max(1, round(shape.prompt.sample(rng)))
+                prompt = _prompt(shape, rng)
+            prompts += prompt
             held, generated, turn = prompt, 0, 0
             fresh += prompt
             wait = shape.reset.sample(rng)
@@ -108,7 +109,7 @@ class Workload:
             waits.append(wait)
             tokens += held
             turns += turn
-        self.prompt = shape.prompt.expected
+        self.prompt = prompts / n
         self.generated = math.fsum(lengths) / n
         self.wait = math.fsum(waits) / n
         """Seconds of the environment's."""
@@ -236,6 +237,14 @@ class _Node:
         self.lengths_within = list(accumulate((length for _, length in ends), initial=0.0))
         """Sum of the lengths of the first 0, 1, 2 … of ``tops``."""
         self.held = slots / (size * len(ends))
+
+
+def _prompt(shape: Shape, rng: Random) -> int:
+    """Of a task that can be played: there is room for a token after it."""
+    for _ in range(100):
+        if (prompt := max(1, round(shape.prompt.sample(rng)))) < shape.max_tokens:
+            return prompt
+    return max(1, shape.max_tokens - 1)
 
 
 def _quantile(values: list[float], p: float) -> float:

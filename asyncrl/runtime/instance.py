@@ -24,6 +24,7 @@ class Instance:
         "cutting",
         "down_since",
         "draining",
+        "empty",
         "engine",
         "generated",
         "held",
@@ -56,6 +57,9 @@ class Instance:
         self.meet(info)
         self.running = 0
         self.tokens = 0
+        self.empty = asyncio.Event()
+        """Nothing runs there."""
+        self.empty.set()
         self.generated = self.prefilled = 0
         """Tokens since the run began; prefilled ones without the prefixes that it held or was given."""
         self.slowness = 1.0
@@ -102,6 +106,17 @@ class Instance:
         self.kv_url = info.kv_url
         self.max_running = info.max_running_requests
         self.max_tokens = info.max_total_tokens
+
+    def take(self, slots: int, tokens: int) -> None:
+        self.running += slots
+        self.tokens += tokens
+        self.empty.clear()
+
+    def release(self, slots: int, tokens: int) -> None:
+        self.running -= slots
+        self.tokens -= tokens
+        if not self.running:
+            self.empty.set()
 
     @contextmanager
     def asking(self, what: str) -> Iterator[None]:

@@ -144,7 +144,7 @@ class LLMProxy:
             suspended=self._suspended,
             newest=newest,
             waiting_requests=self.waiting.levels,
-            mean_new_tokens=self.generated / self._ended if self._ended else math.inf,
+            mean_new_tokens=self.generated / self._ended if self._ended and self.generated else math.inf,
             pace=pace,
         )
 
@@ -204,7 +204,7 @@ class LLMProxy:
         first = replies[0]
         ids = prompt.ids + first.output_ids if first.output_ids else prompt.ids
         remaining = prompt.max_new_tokens - len(first.output_ids)
-        if remaining == 0:
+        if remaining <= 0:  # less, where it went on from a run with a higher limit
             first.finish_reason = "length"
             return
         if first.fruitless >= MAX_FRUITLESS:
@@ -371,8 +371,7 @@ class LLMProxy:
             instance.requests[view.id] = replace(view, after=instance.version)  # where it is cut, it has its tokens
             instance.routed += 1
         instance.prefilled += to_prefill(view, instance, self._instances)
-        instance.running += view.slots
-        instance.tokens += view.tokens
+        instance.take(view.slots, view.tokens)
         if not instance.pinned:
             self._idle.clear()
         self._report(instance)
@@ -384,8 +383,7 @@ class LLMProxy:
         if instance.requests.pop(view.id, None) is not None and view.id in instance.cutting:
             instance.cutting.remove(view.id)
             instance.interrupted += 1
-        instance.running -= view.slots
-        instance.tokens -= tokens
+        instance.release(view.slots, tokens)
         self._report(instance)
         if not instance.running:
             self._refresh()

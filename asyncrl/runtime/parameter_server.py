@@ -144,13 +144,18 @@ class ParameterServer:
             for instance in instances:
                 if not instance.pinned or instance.version == self._version or self._announced > self._version:
                     continue
+                instance.pulling = True
                 try:
+                    if self._running == "drain":
+                        await instance.empty.wait()
                     await instance.engine.pause()
                     await self._load([instance], self._version)
                     self._proxy.set_version(instance, self._version)
                     await instance.engine.resume()
                 except (EngineError, TrainerDied) as error:
                     self._proxy.mark_down(instance, EngineError(f"{instance.name}: did not catch up: {error}"))
+                finally:
+                    self._proxy.resumed(instance)
 
     async def catch_up(self) -> None:
         """Every server that is up holds the newest version when this returns: here always so between updates."""

@@ -264,6 +264,20 @@ def test_the_best_split_is_as_fast_as_the_best_of_all(gpus: int, control: Contro
     assert found.trajectories_per_s >= 0.99 * max(p.trajectories_per_s for p in every)
 
 
+@pytest.mark.parametrize("gpus", [40, 256])
+def test_the_smallest_fleets_are_tried_too(gpus: int):
+    system = changed(trainer_gpus=gpus - 4, tokens_per_s=10.0)
+    every = [predict(with_split(system, n), WORK) for n in range(1, gpus)]
+    found = predict(best_split(system, WORK), WORK)
+    assert found.trajectories_per_s >= 0.999 * max(p.trajectories_per_s for p in every)
+
+
+def test_prompts_that_leave_no_room_are_of_no_trajectory():
+    shape = msgspec.structs.replace(SHAPE, max_tokens=1000, prompt=LogNormal(mean=400.0, tailness=80.0))
+    work = Workload(shape)
+    assert 0 < work.prompt < 400 and work.generated > 100 and work.prompt + work.generated <= 1000
+
+
 def test_the_best_bound_is_the_smallest_that_is_fast_enough():
     alpha = best_bound(SYSTEM, WORK)
     rates = [predict(changed(bound=float(b)), WORK).trajectories_per_s for b in (alpha - 1, alpha, 64)]

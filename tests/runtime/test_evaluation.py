@@ -62,6 +62,29 @@ def test_servers_catch_up_by_every_transport(running: str, transport: str) -> No
     assert {i.version for i in simulation.run.proxy.instances} == {9}
 
 
+def test_what_runs_where_an_evaluation_ends_is_not_cut_where_updates_let_it_end() -> None:
+    """Long tails, and evaluations that outlast an update: a server that catches up runs training requests, too."""
+    settings = recipe(
+        preset="one-step",
+        seed=2,
+        env={"max_turns": 1},
+        rollout={"batch_groups": 8, "group_size": 4, "num_envs": 64, "max_new_tokens": 16_000, "max_tokens": 16_400},
+        engine={"count": 2, "max_running_requests": 64, "max_total_tokens": 400_000},
+        run={"steps": 60, "eval_every": 1, "eval_share": 0.5},
+        sim={
+            "lengths": {"kind": "lognormal", "mean": 400, "tailness": 450},
+            "weights": {"gigabytes": 0.2},
+            "trainer": {"tokens_per_s": 1e7, "fixed_s": 0.1},
+            "tasks": 2000,
+            "heldout": 30,
+        },
+    )
+    simulation = play(settings)
+    assert len(spans(simulation, "controller", "evaluate")) > 2
+    trained = [t for batch in simulation.trace.batches for t in batch.trajectories]
+    assert all(len({v for v in t.versions if v >= 0}) == 1 for t in trained)
+
+
 def test_several_samples_give_pass_at_k() -> None:
     simulation = play(evaluated(run={"eval_samples": 4}))
     assert {n for _, n in evaluations(simulation)} == {24}

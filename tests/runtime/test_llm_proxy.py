@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from array import array
 
 import pytest
 
 from asyncrl.core.policy.routing import round_robin
+from asyncrl.core.types import Turn
 from asyncrl.ports import Chunk, EngineRejected
 from asyncrl.runtime.generation import Completion, Prompt
 from asyncrl.runtime.llm_proxy import MAX_FRUITLESS, LLMProxy
@@ -171,6 +173,23 @@ def test_a_request_cut_at_its_last_token_ends_there() -> None:
         [completion] = await proxy.generate(prompt(limit=5))
         assert completion.finish_reason == "length"
         assert len(completion.output_ids) == 5
+
+    run(main())
+
+
+@pytest.mark.parametrize("limit", [8, 5])
+def test_what_a_run_had_before_its_limit_was_lowered_is_whole(limit: int) -> None:
+    """And no mean is made of tokens that nobody generated here."""
+
+    async def main() -> None:
+        proxy = await proxy_over()
+        ids = array("i", range(8))
+        begun = Turn(
+            prompt_ids=array("i", [1]), output_ids=ids, logprobs=array("f", ids), versions=ids, finish_reason=""
+        )
+        [done] = await proxy.generate(Prompt(ids=array("i", [1]), start=Start(0), max_new_tokens=limit, begun=begun))
+        assert (done.output_ids, done.finish_reason) == (ids, "length")
+        assert proxy.snapshot().mean_new_tokens == math.inf
 
     run(main())
 
