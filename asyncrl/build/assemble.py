@@ -15,6 +15,7 @@ import msgspec
 from asyncrl.build.budget import BudgetKeeper
 from asyncrl.build.experience import blamed, make_experience
 from asyncrl.build.profile import cost_of
+from asyncrl.build.unchanged import check_unchanged, fixed
 from asyncrl.config import AlgorithmConfig, EnvConfig, Recipe, RecipeError
 from asyncrl.core.advantage import Advantage, Advantages
 from asyncrl.core.coordinator import Coordinator
@@ -128,7 +129,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
     """Connect to trainer and servers, and wire the runtime over them. Raises ``EngineError``, ``TrainerError`` or
     ``RecipeError``."""
     saved = world.saved
-    _check_unchanged(recipe, saved)
+    check_unchanged(recipe, saved.notes)
     world.gate.enter("the trainer to be ready", recipe.trainer.connect_timeout_s, "trainer.connect_timeout_s")
     version = await world.trainer.connect()
     if saved.taken is not None and version > saved.taken.step:  # by a job that outlived its controller
@@ -205,7 +206,7 @@ async def assemble(recipe: Recipe, world: World) -> Run:
     elif isinstance(control, InflightCap | StalenessBuffers):
         control.set_bound(recipe.staleness.bound)
     bound = recipe.staleness.bound if keeper is None else keeper.setting.bound
-    notes = {"life": saved.life + 1, "bound": bound, "one_version": float(recipe.one_version), **_fixed(recipe)}
+    notes = {"life": saved.life + 1, "bound": bound, "one_version": float(recipe.one_version), **fixed(recipe)}
     for key, value in notes.items():
         world.store.put(Noted(key=key, value=value))
     services: list[Service] = []
@@ -396,31 +397,6 @@ async def _absent(world: World) -> Mapping[str, str]:
             for engine in outside:
                 asking.create_task(ask(engine))
     return absent if len(absent) < len(world.engines) else {}
-
-
-def _fixed(recipe: Recipe) -> dict[str, float | str]:
-    """What a run cannot change while it has groups under way."""
-    rollout = recipe.rollout
-    return {
-        "staleness.control": recipe.staleness.control,
-        "rollout.batch_groups": rollout.batch_groups,
-        "rollout.group_size": rollout.group_size,
-        "rollout.max_additional_running_prompts": rollout.max_additional_running_prompts,
-        "buffer.reuse": recipe.buffer.reuse,
-    }
-
-
-def _check_unchanged(recipe: Recipe, saved: Saved) -> None:
-    for key, value in _fixed(recipe).items():
-        if (before := saved.notes.get(key, value)) != value:
-            raise RecipeError(
-                f"{key} = {value}: the run that is to go on was begun with {before}; set it back, or begin a new run"
-            )
-    if recipe.one_version and not saved.notes.get("one_version", True):
-        raise RecipeError(
-            f'update.running = "drain" with engine.routing = "{recipe.engine.routing}": no trajectory may have several '
-            "versions, and some of the run that is to go on have; set the preset back, or begin a new run"
-        )
 
 
 def _one_version(recipe: Recipe, control: StalenessControl) -> Batches | Versions | None:

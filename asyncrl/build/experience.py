@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from asyncrl.build.errors import of_user
 from asyncrl.config import Recipe, RecipeError
 from asyncrl.core.experience import SAMPLERS, Finished, Sampler, Writer, checked_rewards, checked_scores
 from asyncrl.runtime.experience import Experience
@@ -17,8 +18,7 @@ def blamed(who: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        what = " ".join(str(error).split()) or type(error).__name__
-        raise RecipeError(f"{who}: {what}") from error
+        raise RecipeError(f"{who}: {of_user(error)}") from error
 
 
 def make_experience(recipe: Recipe, own_sampler: Sampler | None, own_writer: Writer | None) -> Experience:

@@ -86,7 +86,7 @@ async def train(
     if point is not None:
         run_dir = point.run_dir
         store = Store(run_dir, blocking=writer, find_task=find_task, memory_bytes=memory_bytes)
-        saved, resumed = restore(store, point)
+        saved, resumed = restore(store, point, recipe)
         checkpoints.set_aside(point)
     recorder = Recorder(
         run_dir,

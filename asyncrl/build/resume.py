@@ -8,6 +8,8 @@ import msgspec
 
 from asyncrl.build.checkpoints import ResumePoint
 from asyncrl.build.sources import Loaded
+from asyncrl.build.unchanged import check_unchanged
+from asyncrl.config import Recipe
 from asyncrl.core.journal import Saved
 from asyncrl.core.types import Task
 from asyncrl.observe.run_dir import Resumed
@@ -27,8 +29,10 @@ def task_finder(sources: Mapping[str, Loaded]) -> FindTask:
     return find_task
 
 
-def restore(store: Store, point: ResumePoint) -> tuple[Saved, Resumed]:
-    """For the runtime, and for the files of the run directory. Raises ``RunDirError``."""
+def restore(store: Store, point: ResumePoint, recipe: Recipe) -> tuple[Saved, Resumed]:
+    """For the runtime, and for the files of the run directory. Raises ``RunDirError``, and ``RecipeError`` before
+    anything is changed."""
+    check_unchanged(recipe, store.notes)
     version, entry = point.entry.version, point.entry
     if point.back:
         store.rewind(version, entry.tasks)

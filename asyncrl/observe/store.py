@@ -184,6 +184,11 @@ class Store:
             self._freed += (payload for (payload,) in given)
             return saved
 
+    @property
+    def notes(self) -> dict[str, float | str]:
+        with translated(self.path):
+            return dict(self.db.execute("SELECT key, value FROM notes"))
+
     def rewind(self, version: int, tasks_done: int) -> None:
         """Take the run back to where its weights were of ``version``, with ``tasks_done`` tasks given out: what had not
         been consumed by then is given up. Raises ``RunDirError``."""

@@ -34,6 +34,9 @@ RECENT_STEPS = 8
 RECENT_GROUPS = 64
 """The tail of the lengths is over at least so many groups, and the last two batches."""
 
+COUNT = "staleness/count/"
+"""Before the staleness of so many trajectories of a step."""
+
 NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -184,12 +187,15 @@ class Tally(Observer):
         return self.metrics["time/step"] if steps == 1 else (self._newest.at - self._first.at) / (steps - 1)
 
     def resume(self, seconds: float, steps: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]) -> None:
-        """Count on from where a run was after ``seconds``, by its lines until then: rewards, evaluations, tokens and
-        times are those of the whole run; everything else is since it was resumed."""
+        """Count on from where a run was after ``seconds``, by its lines until then: rewards, evaluations, staleness,
+        tokens and times are those of the whole run; everything else is since it was resumed."""
         self.start -= seconds
         self.rewards = [row["reward/mean"] for row in steps]
         self.evals = [msgspec.convert(row, Evaluation) for row in evals]
         self._before = len(self.rewards)
+        counts = (item for row in steps for item in row.items() if item[0].startswith(COUNT))
+        for key, count in counts:
+            self._staleness[int(key.removeprefix(COUNT))] += count
         self._tokens_before = steps[-1]["tokens/total"] if steps else 0
         self._newest = self._recent[-1] = msgspec.structs.replace(self._newest, tokens=self._tokens_before)
 
@@ -283,7 +289,7 @@ def step_line(metrics: StepMetrics, before: Mark, mark: Mark, start: float) -> d
         "tokens/s": tokens_per_second(before, mark),
     }
     for k, count in sorted(Counter(staleness).items()):
-        line[f"staleness/count/{k}"] = count
+        line[f"{COUNT}{k}"] = count
     sources: dict[str, list[Trajectory]] = {}
     for group in batch.groups:
         if group.task.source:

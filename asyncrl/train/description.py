@@ -109,11 +109,12 @@ def _value(table: Mapping[str, Any], key: str) -> str:
 
 
 def remedy(checkpoint: Path) -> str:
-    """What to do when a checkpoint is no good: the newest one before it."""
-    number = version_of(checkpoint)
-    before = [v for v in versions(checkpoint.parent) if number is not None and v < number]
+    """What to do when a checkpoint is no good: the newest one before it, or another."""
+    number, there = version_of(checkpoint), versions(checkpoint.parent)
+    before = [v for v in there if number is not None and v < number]
     if not before:
-        return "; there is no checkpoint before it: begin a new run"
+        others = ", ".join(f"{PREFIX}{v}" for v in there if v != number)
+        return f"; there are {others}" if others else "; there is no other checkpoint: begin a new run"
     return f"; resume from the one before: --resume {checkpoint.parent / f'{PREFIX}{before[-1]}'}"
 
 

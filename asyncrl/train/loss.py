@@ -272,7 +272,7 @@ def check_loss(loss: LossFunction, options: AlgorithmConfig) -> None:
     try:
         value = policy_loss(tokens, loss, options)[1].loss
     except Exception as error:
-        what = str(error) or type(error).__name__
+        what = f"{type(error).__name__}: {error}"
         raise RecipeError(f"algorithm.loss: {options.loss} failed on a trial: {what}") from error
     if not value.requires_grad:
         raise RecipeError(f"algorithm.loss: {options.loss} has no gradient; compute it from tokens.logprobs")

@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncrl.build.checkpoints import Entry, Index, Keeper, ResumePoint, best, find, kept, read_index, set_aside
-from asyncrl.config import Recipe, RecipeError
+from asyncrl.build.resume import restore
+from asyncrl.build.unchanged import fixed
+from asyncrl.config import Recipe, RecipeError, load_table
+from asyncrl.core.journal import GroupOpened, Noted
+from asyncrl.core.types import Task
 from asyncrl.observe.run_dir import RunDirError
+from asyncrl.observe.store import Store
 from asyncrl.ports import CheckpointFailed
 
 
@@ -243,6 +249,27 @@ def test_an_index_that_cannot_be_read_is_one_line_with_the_remedy(tmp_path: Path
     (tmp_path / "index.json").write_text("{")
     with pytest.raises(RecipeError, match=r"index\.json: cannot be read \(.*\); remove it to resume without it"):
         read_index(tmp_path)
+
+
+def test_a_checkpoint_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+    for version in (26, 44):
+        (tmp_path / f"version-{version}" / "trainer").mkdir(parents=True)
+        (tmp_path / f"version-{version}" / "trainer" / "state.json").touch()
+    with pytest.raises(RecipeError, match=r"version-2: not a checkpoint .*; there are version-26, version-44$"):
+        find(tmp_path / "version-2", Recipe())
+
+
+def test_what_a_run_cannot_change_is_refused_before_it_is_taken_back(tmp_path: Path) -> None:
+    with closing(Store(tmp_path, blocking=Inline(), find_task=lambda source, name: Task(id=name, data={}))) as store:
+        for key, value in fixed(Recipe()).items():
+            store.put(Noted(key=key, value=value))
+        store.put(GroupOpened(group=0, task=Task(id="t", data={}), tasks_done=1, trajectories=(0,)))
+        store.write()
+        point = ResumePoint(run_dir=tmp_path, checkpoint=None, entry=Entry(version=0), back=True)
+        other = load_table({"rollout": {"batch_groups": 3}})
+        with pytest.raises(RecipeError, match=r"rollout.batch_groups = 3: .* was begun with 8; set it back"):
+            restore(store, point, other)
+        assert store.db.execute("SELECT state FROM groups").fetchall() == [("open",)]
 
 
 def test_a_folder_without_a_checkpoint_cannot_be_resumed(tmp_path: Path) -> None:

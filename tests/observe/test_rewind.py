@@ -29,12 +29,14 @@ def record(recorder: Recorder, clock: Clock, *steps: int) -> None:
         clock.now += 5
         recorder.trajectory(make_trajectory(step, v_traj=step, reward=0.5, length=8), "consumed")
         clock.now += 5
-        recorder.step(make_step(step, [make_trajectory(step, v_traj=step, reward=step, length=8)], clock.now))
+        trajectory = make_trajectory(step, v_traj=step - step % 2, reward=step, length=8)
+        recorder.step(make_step(step, [trajectory], clock.now))
 
 
 def finish(recorder: Recorder) -> dict[str, object]:
     recorder.close()
     summary = recorder.summary(exit="finished", started="now", command=[], ledger={})
+    assert summary.staleness.mean == 0.5  # of 0, 1, 0, 1
     return {name: getattr(summary, name) for name in ("steps", "seconds", "reward_last", "heldout_before", "tokens")}
 
 

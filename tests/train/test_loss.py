@@ -318,7 +318,7 @@ def test_a_users_loss_is_weighted_and_regularised_like_the_others() -> None:
         (lambda t, o: t.logprobs.sum(), r"one value a token, a tensor \[3\], and returned shape \[\]"),
         (lambda t, o: 1.0, r"one value a token, a tensor \[3\], and returned float"),
         (lambda t, o: -t.advantages, "has no gradient; compute it from tokens.logprobs"),
-        (lambda t, o: t.logprob, "failed on a trial: 'Tokens' object has no attribute 'logprob'"),
+        (lambda t, o: t.logprob, "failed on a trial: AttributeError: 'Tokens' object has no attribute 'logprob'"),
         (lambda t: t.logprobs, "failed on a trial: .* takes 1 positional argument"),
     ],
 )
