@@ -205,6 +205,11 @@ class Conversation:
         """More for the last generation."""
         self.turns[-1] = msgspec.structs.replace(self.turns[-1], reward=self.turns[-1].reward + reward)
 
+    def add_env_seconds(self, seconds: float) -> None:
+        """More time in the environment, after the last generation."""
+        waited_s, generated_s, in_env_s = self.turns[-1].seconds
+        self.turns[-1] = msgspec.structs.replace(self.turns[-1], seconds=(waited_s, generated_s, in_env_s + seconds))
+
     def _start_anew(self) -> None:
         if self._messages is None:
             raise ValueError("the chat template drops earlier thoughts, and plain text among messages has no template")

@@ -104,7 +104,15 @@ class RolloutPlayer:
             session.credit_last(returned)
         turns = session.turns
         reward = checked_reward("rollout", sum(turn.reward for turn in turns))
-        return [Episode(turns=turns, reward=reward, finish_reason=session.finish_reason, metrics=metrics)]
+        return [
+            Episode(
+                turns=turns,
+                reward=reward,
+                finish_reason=session.finish_reason,
+                metrics=metrics,
+                reset_s=session.reset_s,
+            )
+        ]
 
     async def _program(self, task: Task, session: Session) -> float:
         """The user's program; what it returned. A limit is no failure; ``finish_reason`` tells of it."""

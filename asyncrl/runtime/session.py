@@ -4,7 +4,8 @@ A program sends whole conversations; which of them go on from which is found out
 with those of an earlier one and its reply extends that one's token sequence by ids, so that what was sampled stays as
 it was. Any other (a branch, a sub-agent, a history that the program rewrote) begins a new segment of the trajectory; a
 branch copies the ids before it. Nothing is changed before a generation is there: a request that fails or is cancelled
-leaves no trace, but counts towards ``max_turns``.
+leaves no trace, but counts towards ``max_turns``. The program's own time is what passes from the end of one request
+until another begins or ends, on whatever branch; it is the environment's time of the turn that had ended last.
 
     chat(), complete()    wait for: a completion    woken by: LLMProxy; close() ends the wait
 """
@@ -86,6 +87,8 @@ class Session:
         self._conversations: list[Conversation] = []
         self._last: Conversation | None = None
         """Whose last turn ended last."""
+        self._idle_since: float | None = asyncio.get_running_loop().time()
+        """When the last request ended, if none has begun since: the program's time from then on is not noted yet."""
         self._chats: dict[bytes, _Point] = {}
         """Where a list of messages, by its digest, can be continued."""
         self._texts: list[tuple[str, _Point]] = []
@@ -99,6 +102,8 @@ class Session:
         self.base_url = ""
         self.api_key = ""
         self.metrics: dict[str, float] = {}
+        self.reset_s = 0.0
+        """The program's time before the first reply."""
         self.finish_reason = "stop"
 
     # --- what the program calls
@@ -191,11 +196,22 @@ class Session:
 
     def close(self) -> None:
         """The episode has ended: what is still being generated is given up."""
+        self._note_idle()
         self._over = True
         for scope in self._scopes:
             scope.reschedule(0.0)
 
     # --- one generation
+
+    def _note_idle(self, *, again: bool = False) -> None:
+        """The program's time up to now; ``again``: what follows is its time too."""
+        now = asyncio.get_running_loop().time()
+        idle_s = 0.0 if self._idle_since is None else now - self._idle_since
+        self._idle_since = now if again else None
+        if self._last is None:
+            self.reset_s += idle_s
+        else:
+            self._last.add_env_seconds(idle_s)
 
     def _last_id(self, point: _Point) -> int:
         return point.conversation.ids[point.length - 1]
@@ -270,6 +286,7 @@ class Session:
         if self._over:
             raise EpisodeOver("the episode has ended")
         self._begun += 1
+        self._note_idle()
         if not self._scopes:
             self._on_busy(True)
         scope = asyncio.timeout(None)
@@ -283,8 +300,10 @@ class Session:
             raise EpisodeFailed("generate", str(error), infra=True) from error
         finally:
             self._scopes.discard(scope)
-            if not self._scopes and not self._over:
-                self._on_busy(False)
+            if not self._over:
+                self._note_idle(again=True)
+                if not self._scopes:
+                    self._on_busy(False)
         if self._over:
             raise EpisodeOver("the episode has ended")
         return completion

@@ -156,6 +156,52 @@ def test_sub_agents_side_by_side(tmp_path: Path) -> None:
     assert busy[0] and not busy[-1] and busy == [True, False] * (len(busy) // 2)
 
 
+def times(played: Played) -> list[float]:
+    """The program's: before the first reply, and after each."""
+    return [played.episode.reset_s, *(turn.seconds[2] for turn in played.episode.turns)]
+
+
+def test_the_program_s_own_time_is_the_environment_s(tmp_path: Path) -> None:
+    async def rollout(task: Task, agent: Agent) -> float:
+        messages: list[Any] = [say("user", "hi")]
+        await asyncio.sleep(0.5)
+        for i in range(2):
+            reply = await agent.chat(messages)
+            await asyncio.sleep(0.25)
+            with pytest.raises(ValueError):
+                await agent.chat([])
+            await asyncio.sleep(i)
+            messages += [reply.message, say("user", "more")]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await agent.chat(messages)
+        await asyncio.sleep(2)
+        return 1
+
+    played = play(tmp_path, rollout)
+    assert times(played) == pytest.approx([0.5, 0.25, 3.25]), "a request that is cancelled is no time of the program"
+    assert [sum(turn.seconds[:2]) for turn in played.episode.turns] == pytest.approx([1, 1])
+
+
+def test_no_time_of_sub_agents_is_counted_twice(tmp_path: Path) -> None:
+    async def rollout(task: Task, agent: Agent) -> float:
+        async def sub(name: str, before_s: float, after_s: float) -> None:
+            await asyncio.sleep(before_s)
+            reply = await agent.chat([say("user", name)])
+            await asyncio.sleep(after_s)
+            await agent.chat([say("user", name), reply.message, say("user", "go on")])
+
+        async with asyncio.TaskGroup() as group:  # each asks for a second: from 0, from 0.5, and 1 and 2 s later
+            group.create_task(sub("one", 0, 1.0))
+            group.create_task(sub("two", 0.5, 2.0))
+        return 1
+
+    # Nothing is asked from 1.5 to 2 and from 3 to 3.5; "one" works from 1 to 1.5 beside the reply to "two".
+    played = play(tmp_path, rollout)
+    assert times(played) == pytest.approx([0, 0.5, 0.5, 0.5, 0])
+    assert [turn.new_segment for turn in played.episode.turns] == [False, False, True, False]
+
+
 def test_two_requests_from_one_place_at_once(tmp_path: Path) -> None:
     """The second to end is a branch; nothing is overwritten."""
 
