@@ -3,7 +3,8 @@
 
 A change is begun and answered at once, when it is known to whatever process the run goes on in; how far it is stands in
 the list, which the command asks for until it is done. So a command that is interrupted changes nothing: the server goes
-on draining, or joining.
+on draining, or joining. What the run's end finds still waiting, for a server that does not answer yet, is given up
+before anything that it uses is closed, and answered so.
 
 Owns the listening socket, the key and the file, which goes with the run.
 """
@@ -99,6 +100,11 @@ class Control:
         self._runner: web.AppRunner | None = None
         self._joining = asyncio.Lock()
         """One URL after another: twice the same is one server."""
+        self._changes: set[asyncio.Timeout] = set()
+        """That are under way."""
+        self._none = asyncio.Event()
+        """Set while there are none."""
+        self._none.set()
 
     async def start(self) -> None:
         """Raises ``RunDirError``."""
@@ -106,6 +112,7 @@ class Control:
         app = web.Application(middlewares=[guard(key)])
         app.router.add_get(PATH, self._list)
         app.router.add_post(PATH, self._change)
+        app.on_shutdown.append(self._give_up)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
@@ -117,6 +124,12 @@ class Control:
         self._file.unlink(missing_ok=True)
         if self._runner is not None:
             await self._runner.cleanup()
+
+    async def _give_up(self, app: web.Application) -> None:
+        """aiohttp would leave alone what nobody waits for any longer."""
+        for scope in self._changes:
+            scope.reschedule(0.0)
+        await self._none.wait()
 
     async def _list(self, request: web.Request) -> web.Response:
         rows = [self._row(instance) for instance in self._fleet.instances]
@@ -137,16 +150,26 @@ class Control:
         )
 
     async def _change(self, request: web.Request) -> web.Response:
+        scope = asyncio.timeout(None)
         try:
-            asked = msgspec.json.decode(await request.read(), type=Asked)
-            if asked.verb == "add":
-                async with self._joining if asked.server else nullcontext():
-                    name = await self._add(asked)
-            else:
-                name = self._drain(asked)
-            await self._members.committed()
+            async with scope:
+                self._changes.add(scope)
+                self._none.clear()
+                asked = msgspec.json.decode(await request.read(), type=Asked)
+                if asked.verb == "add":
+                    async with self._joining if asked.server else nullcontext():
+                        name = await self._add(asked)
+                else:
+                    name = self._drain(asked)
+                await self._members.committed()
+        except TimeoutError:
+            return web.json_response({"error": "the run ends"}, status=409)
         except (msgspec.DecodeError, FleetError, EngineError, ChildError) as error:
             return web.json_response({"error": str(error)}, status=409)
+        finally:
+            self._changes.discard(scope)
+            if not self._changes:
+                self._none.set()
         return web.json_response({"name": name})
 
     async def _add(self, asked: Asked) -> str:

@@ -38,8 +38,14 @@ class Refusing(SimEngine):
 
 
 class Silent(SimEngine):
+    waiting = 0
+
     async def connect(self, within_s: float | None = None) -> EngineInfo:
-        await asyncio.sleep(3600)
+        Silent.waiting += 1
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            Silent.waiting -= 1
         raise AssertionError
 
 
@@ -188,6 +194,28 @@ async def test_a_change_is_answered_when_it_is_kept(tmp_path: Path) -> None:
         assert not removing.done()
         store.durable.set()
         assert (await removing)[0] == 0
+
+
+async def test_what_waits_when_the_run_ends_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the command was interrupted, and nobody waits for the answer."""
+    monkeypatch.setattr(control_module, "JOIN_S", 60.0)
+    async with asyncio.TaskGroup() as group:
+        async with controlled(tmp_path) as run:
+            door = _door(tmp_path)
+            with pytest.raises(TimeoutError):
+                async with (
+                    aiohttp.ClientSession(headers={"Authorization": f"Bearer {door.key}"}) as session,
+                    asyncio.timeout(0.2),
+                ):
+                    await session.post(f"{door.url}/servers", data=b'{"verb": "add", "server": "http://10.0.0.3:999"}')
+            adding = group.create_task(run("add", "http://10.0.0.4:999"))
+            await asyncio.sleep(0.3)
+            assert Silent.waiting == 1 and not adding.done(), "the other one is next"
+        assert Silent.waiting == 0, "what they wait for is closed now"
+        assert await adding == (1, ["asyncrl: the run ends"])
+    assert not caplog.records
 
 
 async def test_the_last_server_stays(tmp_path: Path) -> None:
