@@ -32,6 +32,7 @@ from asyncrl import wire
 from asyncrl.config import EngineConfig
 from asyncrl.engine.buckets import buckets
 from asyncrl.engine.http import BUSY, Http, shielded
+from asyncrl.engine.live import GaveUp, Live
 from asyncrl.engine.replies import BadReply, ReplyReader
 from asyncrl.engine.same_model import difference
 from asyncrl.engine.shared_kv import SharedKv
@@ -51,39 +52,6 @@ ABORT_GRACE_S = 2.0
 _encode = msgspec.json.Encoder().encode
 _decode_line = msgspec.json.Decoder(wire.GenerateReply).decode
 _decode_many = msgspec.json.Decoder(list[wire.GenerateReply]).decode
-
-
-class _GaveUp(Exception):
-    """This side gave the request up (``_Live.give_up``)."""
-
-
-class _Live:
-    """One request that is on the server."""
-
-    __slots__ = ("deadline", "given_up", "progress", "reader", "response", "rid", "wait")
-
-    def __init__(self, reader: ReplyReader, deadline: float) -> None:
-        self.reader = reader
-        self.deadline = deadline
-        self.rid = ""
-        """Its id on the server."""
-        self.response: aiohttp.ClientResponse | None = None
-        self.given_up = False
-        self.wait: asyncio.Timeout | None = None
-        """The wait for the server, if there is one now."""
-        self.progress = asyncio.Event()
-        """Set at the first line, and at the end."""
-
-    def give_up(self) -> None:
-        self.given_up = True
-        if self.wait is not None:
-            self.wait.reschedule(asyncio.get_running_loop().time())
-
-    def drop(self) -> None:
-        """Close the connection, unless the reply was read to its end and the connection went back to its pool."""
-        if self.response is not None:
-            self.response.close()
-            self.response = None
 
 
 class SGLangEngine:
@@ -129,7 +97,7 @@ class SGLangEngine:
         """Processes of each tensor-parallel rank."""
         self._group = ""
         """The process group that it was to join last."""
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, Live] = {}
         self._quiet = asyncio.Event()
         """Set when no request of this client is on the server."""
         self._quiet.set()
@@ -211,7 +179,7 @@ class SGLangEngine:
         if request.rid in self._live:
             raise self._http.rejected(f"request id {request.rid!r} is already running; ids must be unique")
         deadline = asyncio.get_running_loop().time() + self._config.request_timeout_s
-        live = _Live(ReplyReader(request.n, self._version, self._vocabulary), deadline)
+        live = Live(ReplyReader(request.n, self._version, self._vocabulary), deadline)
         self._live[request.rid] = live
         self._quiet.clear()
         abandoned = False
@@ -240,7 +208,7 @@ class SGLangEngine:
                     return
             if live.reader.unfinished:
                 raise self._http.error("ended /generate before the last token; did the server die?")
-        except _GaveUp:
+        except GaveUp:
             for last in live.reader.cut():
                 yield last
         except (asyncio.CancelledError, GeneratorExit):
@@ -255,7 +223,7 @@ class SGLangEngine:
             if abandoned:
                 await shielded(self._post("abort_request", wire.AbortReq(rid=live.rid)), ABORT_TIMEOUT_S)
 
-    async def _open(self, live: _Live, request: GenerateRequest) -> bytes:
+    async def _open(self, live: Live, request: GenerateRequest) -> bytes:
         """Send the request, again if need be, until its reply begins; the reply's first bytes."""
         sent = failed = 0
         fresh = False
@@ -308,7 +276,7 @@ class SGLangEngine:
             )
         )
 
-    async def _within(self, live: _Live, reply: Awaitable[T]) -> T:
+    async def _within(self, live: Live, reply: Awaitable[T]) -> T:
         """Wait for the server: until the request's deadline, or until a stream was idle for too long."""
         now = asyncio.get_running_loop().time()
         # Without streaming nothing comes until the last token: silence says nothing.
@@ -320,20 +288,20 @@ class SGLangEngine:
             raise
         except TimeoutError:
             if live.given_up:
-                raise _GaveUp from None
+                raise GaveUp from None
             key = "idle_timeout_s" if now + idle_s < live.deadline else "request_timeout_s"
             raise self._http.error(f"/generate brought nothing more within engine.{key}") from None
         finally:
             live.wait = None
 
-    async def _receive(self, live: _Live) -> bytes:
+    async def _receive(self, live: Live) -> bytes:
         assert live.response is not None
         try:
             return await self._within(live, live.response.content.readany())
         except (aiohttp.ClientError, OSError) as broken:
             raise self._http.broken("/generate", broken) from None
 
-    def _read_line(self, live: _Live, line: bytes) -> Chunk | None:
+    def _read_line(self, live: Live, line: bytes) -> Chunk | None:
         """One ``data:`` line of a stream."""
         if not line.startswith(b"data: "):
             if line.startswith(b":") or not line:  # a comment, which keeps the connection alive
@@ -347,7 +315,7 @@ class SGLangEngine:
             raise self._http.garbage("/generate", line, error) from None
         return self._read(live, reply)
 
-    def _read_whole(self, live: _Live, raw: bytes) -> Iterator[Chunk]:
+    def _read_whole(self, live: Live, raw: bytes) -> Iterator[Chunk]:
         """A reply that came at once: one object, or a list where several were asked for."""
         try:
             replies = _decode_many(raw) if raw.startswith(b"[") else [_decode_line(raw)]
@@ -361,7 +329,7 @@ class SGLangEngine:
         if live.reader.unfinished:
             raise self._http.error(f"/generate brought no end of replies {live.reader.unfinished}")
 
-    def _read(self, live: _Live, reply: wire.GenerateReply) -> Chunk | None:
+    def _read(self, live: Live, reply: wire.GenerateReply) -> Chunk | None:
         if reply.error is not None:
             raise self._http.refused_in_stream(reply.error.code, reply.error.message)
         finish = reply.meta_info.finish_reason
