@@ -53,11 +53,12 @@ class ReplyReader:
         seen, ids, rows = self._seen[index], reply.output_ids, meta.output_token_logprobs or []
         total = len(ids) if len(ids) >= meta.completion_tokens else meta.completion_tokens
         new = total - seen
-        # The last ones: right for both ways of streaming. (A slice from -0 would be everything.)
-        if len(ids) != new:
-            ids = ids[-new:] if new else []
+        # The last ones: right for both ways of streaming. (A slice from -0 would be everything.) An abort in the queue
+        # adds one to the ids, and not to the logprobs: where the ids are not as many as new, the logprobs name them.
         if len(rows) != new:
             rows = rows[-new:] if new else []
+        if len(ids) != new:
+            ids = [row[1] for row in rows]
         if not len(ids) == len(rows) == new:
             raise BadReply(f"{new} new tokens, but {len(ids)} ids and {len(rows)} logprobs")
         if new and (rows[0][1] != ids[0] or rows[-1][1] != ids[-1]):

@@ -86,6 +86,17 @@ def test_the_echo_of_an_abort_in_the_queue_brings_no_token_twice() -> None:
     assert (list(chunk.output_ids), list(chunk.logprobs), chunk.finish_reason) == ([], [], "abort")
 
 
+@pytest.mark.parametrize("unread", [[7, 8, 9, 10], [7, 7, 8, 9], [7, 7, 7, 8, 8]])
+def test_that_echo_in_one_line_with_tokens_that_were_not_read_yet(unread: list[int]) -> None:
+    """Its token stands after those that are new, and none of them is left out for it."""
+    reader = ReplyReader(1, int)
+    reader.read(reply([5, 6], 2))
+    chunk = reader.read(reply([*unread, unread[-1]], 2 + len(unread), finish="abort", rows=[*unread, 5, 6, *unread]))
+    assert chunk is not None
+    assert (list(chunk.output_ids), chunk.finish_reason) == (unread, "abort")
+    assert list(chunk.logprobs) == [-i / 8 for i in unread]
+
+
 def test_an_abort_in_the_queue_without_the_usual_fields() -> None:
     chunk = ReplyReader(1, lambda text: 0).read(
         GenerateReply(meta_info=MetaInfo(finish_reason=FinishReason(type="abort", message="Abort in waiting queue")))
