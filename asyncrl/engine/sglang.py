@@ -15,6 +15,9 @@ What the server is known to do, and what this client does about it:
 * With ``n`` > 1 it gives the replies ids of its own: such a request is aborted by dropping its connection.
 * Its pause looks once a second whether all requests have ended. ``pause`` ends them first.
 * It drops idle connections after 5 s: a request that meets one which was just dropped is sent again on a fresh one.
+* Its /health generates a token, unless it was started otherwise, and fails while it is paused. The probe is /model_info
+  therefore, of which only its HTTP side knows: /server_info asks the scheduler too, and waits while that loads weights.
+  A scheduler that hangs is told by requests that bring nothing, and is found when ``connect`` asks for /server_info.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from asyncrl.ports import Chunk, EngineError, EngineInfo, EngineLoad, EngineReje
 T = TypeVar("T")
 
 HEALTH_TIMEOUT_S = 5.0
-"""A server that does not answer /health for this long is not healthy."""
+"""A server that does not answer its probe for this long is not healthy."""
 
 ABORT_TIMEOUT_S = 5.0
 """Deadline of telling the server that a request is no longer wanted."""
@@ -91,6 +94,7 @@ class SGLangEngine:
         """Its weights are those of the version that it names."""
         self._http = Http(url, name, retries=config.retries, rng=rng, token=token)
         self._generate_url = self._http.url("generate")
+        self._probe = "model_info" if config.kind == "sglang" else "health"
         shares = config.kv_reuse and config.kind == "sglang"
         self._shared = SharedKv(self._http, config.kv_storage, run, config.control_timeout_s) if shares else None
         self._replicas = 1
@@ -116,7 +120,7 @@ class SGLangEngine:
             async with asyncio.timeout(timeout_s):
                 while True:
                     try:
-                        await self._http.call("GET", "health", timeout_s=HEALTH_TIMEOUT_S)
+                        await self._http.call("GET", self._probe, timeout_s=HEALTH_TIMEOUT_S)
                         break
                     except EngineRejected:  # no inference server answers there, and waiting cannot change it
                         raise
@@ -151,7 +155,7 @@ class SGLangEngine:
 
     async def health(self) -> bool:
         try:
-            await self._http.call("GET", "health", timeout_s=HEALTH_TIMEOUT_S)
+            await self._http.call("GET", self._probe, timeout_s=HEALTH_TIMEOUT_S)
         except EngineError:
             return False
         return True

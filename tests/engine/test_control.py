@@ -91,6 +91,27 @@ async def test_health_is_an_answer_in_time(
         assert await make().health() is healthy
 
 
+async def test_a_paused_server_of_sglang_is_healthy(
+    server: Server, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its /health generates a token, which a pause holds back."""
+    monkeypatch.setattr(sglang, "HEALTH_TIMEOUT_S", 0.5)
+    server.on_control["/health"] = hangs(headers=False)
+    engine = make(kind="sglang", connect_timeout_s=2.0)
+    assert await engine.health()
+    assert (await engine.connect()).version == 0
+    assert not server.asked("/health")
+
+
+async def test_a_server_of_sglang_whose_scheduler_hangs_is_not_connected(server: Server, make: Make) -> None:
+    """Its HTTP side answers where its scheduler hangs."""
+    server.on_control["/server_info"] = hangs(headers=False)
+    engine = make(kind="sglang", connect_timeout_s=0.3)
+    assert await engine.health()
+    with pytest.raises(EngineError, match=r"not ready within engine.connect_timeout_s"):
+        await engine.connect()
+
+
 async def test_a_server_that_is_not_there_is_not_healthy() -> None:
     engine = make_engine("http://127.0.0.1:9")
     assert not await engine.health()
