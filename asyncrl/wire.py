@@ -13,7 +13,7 @@ Unknown keys are ignored when decoding, so that a newer SGLang does not break an
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -22,8 +22,9 @@ from asyncrl.core.manifest import Manifest
 # --- SGLang's HTTP API (JSON) -----------------------------------------------------------------------------------------
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Sampling of one request. ``temperature`` 0 is greedy; ``n`` replies are drawn for one prompt."""
+class SamplingParams(msgspec.Struct, kw_only=True):
+    """Sampling of one request. ``temperature`` 0 is greedy; ``n`` replies are drawn for one prompt. All are sent: what
+    is left out a server may have other defaults for."""
 
     max_new_tokens: int = 128
     temperature: float = 1.0
@@ -166,11 +167,12 @@ class StatusReply(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ModelInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """GET /model_info."""
+    """GET /model_info. ``preferred_sampling_params`` are the server's defaults of what a request does not say."""
 
     model_path: str = ""
     weight_version: str = "default"
     model_type: str | None = None
+    preferred_sampling_params: dict[str, Any] | str | None = None
 
 
 class ServerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):

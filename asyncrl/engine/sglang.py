@@ -135,6 +135,10 @@ class SGLangEngine:
             raise self._http.error(f"not ready within {limit}; {last or 'it does not answer'}") from None
         if other := await asyncio.to_thread(difference, self._model_type, self._model_path, server, model):
             raise self._http.error(f"{other}; start it with the recipe's model.path")
+        if model.preferred_sampling_params:
+            raise self._http.error(
+                "was started with --preferred-sampling-params, which change what it samples; start it without"
+            )
         self.ranks, self._replicas = server.tp_size, server.dp_size * server.pp_size
         takes_kv = self._config.kv_reuse and self._config.kind == "embedded"
         if takes_kv and not server.kv_reuse:

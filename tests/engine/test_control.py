@@ -72,6 +72,17 @@ async def test_connect_refuses_another_model(server: Server, make: Make) -> None
         await make().connect()
 
 
+@pytest.mark.parametrize("preferred", [{"top_k": 20, "presence_penalty": 1.5}, '{"min_p": 0.1}'])
+async def test_connect_refuses_a_server_that_samples_otherwise_than_it_is_asked(
+    server: Server, make: Make, preferred: Any
+) -> None:
+    server.control["/model_info"]["preferred_sampling_params"] = preferred
+    with pytest.raises(EngineError, match=r"s0 .*--preferred-sampling-params, .*; start it without"):
+        await make().connect()
+    server.control["/model_info"]["preferred_sampling_params"] = None
+    await make().connect()
+
+
 async def test_connect_refuses_what_is_not_json(server: Server, make: Make) -> None:
     server.on_control["/server_info"] = refuses(200, "<html>welcome</html>")
     with pytest.raises(EngineError, match=r"s0 .*server_info.*<html>"):

@@ -74,7 +74,18 @@ async def test_the_request_says_what_was_asked(server: Server, make: Make) -> No
     assert body["input_ids"] == [1, 2, 3]
     assert body["stream"] and body["return_logprob"]
     assert body["rid"].startswith("abc")
-    assert body["sampling_params"] == {"max_new_tokens": 8, "temperature": 1.0, "top_p": 1.0, "stream_interval": 16}
+    assert body["sampling_params"] == {
+        "max_new_tokens": 8,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_new_tokens": 0,
+        "n": 1,
+        "stop_token_ids": None,
+        "ignore_eos": False,
+        "skip_special_tokens": True,
+        "stream_interval": 16,
+    }
 
 
 async def test_without_a_stream_interval_the_reply_comes_whole(server: Server, make: Make) -> None:
