@@ -189,6 +189,7 @@ class ServerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     dp_size: int = 1
     pp_size: int = 1
     incremental_streaming_output: bool = False
+    enable_hierarchical_cache: bool = False
     kv_reuse: bool = False
 
 

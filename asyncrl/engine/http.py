@@ -13,7 +13,7 @@ import asyncio
 import errno
 import os
 import random
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from types import NoneType
 from typing import Any, Literal, TypeVar
@@ -83,6 +83,7 @@ class Http:
         *,
         timeout_s: float,
         body: msgspec.Struct | None = None,
+        query: Mapping[str, float] | None = None,
         repeatable: bool = True,
     ) -> T:
         """One request and its whole JSON reply (``NoneType``: any, not read). ``timeout_s`` covers all attempts.
@@ -90,13 +91,14 @@ class Http:
         ``repeatable`` says that doing it twice does no harm; else only a refused connection is tried again.
         """
         data = b"{}" if body is None else _encode(body)
+        url = self.url(path).with_query(query)
         attempt = 0
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     try:
                         async with self.session(fresh=True).request(
-                            method, self.url(path), data=data if method in ("POST", "PUT") else None
+                            method, url, data=data if method in ("POST", "PUT") else None
                         ) as response:
                             raw = await response.read()
                         if response.status < 400:

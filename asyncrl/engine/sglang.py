@@ -97,6 +97,8 @@ class SGLangEngine:
         self._probe = "model_info" if config.kind == "sglang" else "health"
         shares = config.kv_reuse and config.kind == "sglang"
         self._shared = SharedKv(self._http, config.kv_storage, run, config.control_timeout_s) if shares else None
+        self._hierarchical = config.kind == "sglang" and (config.kv_reuse or config.host_kv_tokens > 0)
+        """It copies KV to the host's memory."""
         self._replicas = 1
         """Processes of each tensor-parallel rank."""
         self._group = ""
@@ -140,6 +142,7 @@ class SGLangEngine:
                 "was started with --preferred-sampling-params, which change what it samples; start it without"
             )
         self.ranks, self._replicas = server.tp_size, server.dp_size * server.pp_size
+        self._hierarchical |= server.enable_hierarchical_cache
         takes_kv = self._config.kv_reuse and self._config.kind == "embedded"
         if takes_kv and not server.kv_reuse:
             raise self._http.rejected("started without --kv-reuse; start it with that, or set engine.kv_reuse = false")
@@ -388,7 +391,7 @@ class SGLangEngine:
 
     async def load_from_disk(self, path: str, version: int) -> None:
         body = wire.UpdateFromDiskReq(model_path=path, weight_version=str(version))
-        await self._stop_sharing()
+        await self._release_kv()
         await self._update("update_weights_from_disk", body)
         await self._check_version(version)
 
@@ -423,7 +426,7 @@ class SGLangEngine:
         version: int,
         checksums: Sequence[int] = (),
     ) -> None:
-        await self._stop_sharing()
+        await self._release_kv()
         await self._update("begin_weight_update")
         try:
             for start, end in buckets(dtypes, shapes):
@@ -447,7 +450,13 @@ class SGLangEngine:
         await self._update("end_weight_update")
         await self._check_version(version)
 
-    async def _stop_sharing(self) -> None:
+    async def _release_kv(self) -> None:
+        """Before weights change. Copies to the host go on when all requests have ended, and while they do SGLang
+        neither detaches a storage nor flushes its cache; weights that it loaded without that it calls refused."""
+        if self._hierarchical:
+            limit_s = self._config.control_timeout_s
+            with suppress(EngineRejected):  # what comes next says whether that matters
+                await self._http.call("POST", "flush_cache", query={"timeout": limit_s / 2}, timeout_s=limit_s)
         if self._shared is not None:
             await self._shared.detach()
 

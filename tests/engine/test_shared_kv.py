@@ -12,7 +12,7 @@ from aiohttp import web
 from asyncrl.engine.sglang import SGLangEngine
 from asyncrl.ports import EngineError, EngineRejected
 
-from .scripted import Exchange, Server
+from .scripted import Exchange, Server, hangs
 
 Make = Callable[..., SGLangEngine]
 STORAGE = "/hicache/storage-backend"
@@ -46,7 +46,12 @@ async def test_a_storage_is_attached_by_the_name_of_the_version_that_was_loaded(
         server.exchanges.clear()
         server.control["/model_info"]["weight_version"] = str(version)
         await engine.load_from_disk("/weights", version)
-        assert asked(server) == ["DELETE storage-backend", "POST update_weights_from_disk", "PUT storage-backend"]
+        assert asked(server) == [
+            "POST flush_cache",
+            "DELETE storage-backend",
+            "POST update_weights_from_disk",
+            "PUT storage-backend",
+        ]
         [_, body] = server.asked(STORAGE)
         assert body["hicache_storage_backend"] == "mooncake"
         assert json.loads(body["hicache_storage_backend_extra_config_json"]) == {
@@ -55,7 +60,7 @@ async def test_a_storage_is_attached_by_the_name_of_the_version_that_was_loaded(
         }
     server.exchanges.clear()
     await engine.load_from_group(["w"], ["float32"], [[2]], "group", 4)
-    assert asked(server)[0] == "DELETE storage-backend"
+    assert asked(server)[:2] == ["POST flush_cache", "DELETE storage-backend"]
     assert asked(server)[-1] == "PUT storage-backend"
 
 
@@ -69,7 +74,7 @@ async def test_weights_stay_as_they_are_where_the_storage_of_the_old_ones_cannot
     assert not isinstance(refusal.value, EngineRejected)  # which would end the run
     with pytest.raises(EngineError, match="storage-backend"):
         await engine.load_from_group(["w"], ["float32"], [[2]], "group", 3)
-    assert asked(server) == ["DELETE storage-backend"] * 2
+    assert asked(server) == ["POST flush_cache", "DELETE storage-backend"] * 2
 
 
 async def test_weights_that_could_not_be_loaded_are_not_named(server: Server, make: Make) -> None:
@@ -95,6 +100,48 @@ async def test_a_server_that_was_not_started_for_it_is_refused(server: Server, m
     server.on_control[STORAGE] = refuse("PUT", "DELETE")
     with pytest.raises(EngineRejected, match=r"cannot share KV .*Admin API key.*start it with --enable-hier"):
         await make(**SHARES).connect()
+
+
+async def load(engine: SGLangEngine, server: Server, way: str) -> None:
+    server.control["/model_info"]["weight_version"] = "3"
+    if way == "disk":
+        await engine.load_from_disk("/weights", 3)
+    else:
+        await engine.load_from_group(["w"], ["float32"], [[2]], "group", 3)
+
+
+@pytest.mark.parametrize("way", ["disk", "group"])
+@pytest.mark.parametrize("idle", [True, False])
+async def test_copies_to_the_host_are_waited_for_before_weights_change(
+    server: Server, make: Make, way: str, idle: bool
+) -> None:
+    """Its requests have ended, but SGLang refuses weights until these have, too. Where they do not, it says so then."""
+    waits: list[str] = []
+
+    async def flush(exchange: Exchange) -> web.Response:
+        waits.append(exchange.request.query_string)
+        return web.Response(text="Cache flushed.\n") if idle else web.Response(status=400, text="Timed out waiting.")
+
+    server.on_control["/flush_cache"] = flush
+    await load(make(kind="sglang", host_kv_tokens=1000, control_timeout_s=5.0), server, way)
+    first = "update_weights_from_disk" if way == "disk" else "begin_weight_update"
+    assert asked(server)[:2] == ["POST flush_cache", f"POST {first}"]
+    assert waits == ["timeout=2.5"]
+
+
+async def test_a_server_that_was_started_elsewhere_says_whether_it_copies(server: Server, make: Make) -> None:
+    engine = make(kind="sglang")
+    server.control["/server_info"]["enable_hierarchical_cache"] = True
+    await engine.connect()
+    await load(engine, server, "disk")
+    assert asked(server) == ["POST flush_cache", "POST update_weights_from_disk"]
+
+
+async def test_weights_stay_where_a_server_does_not_answer_before_them(server: Server, make: Make) -> None:
+    server.on_control["/flush_cache"] = hangs(headers=False)
+    with pytest.raises(EngineError, match=r"no answer to flush_cache within 0.2 s"):
+        await load(make(kind="sglang", host_kv_tokens=1000, control_timeout_s=0.2), server, "disk")
+    assert asked(server) == ["POST flush_cache"]
 
 
 async def test_none_of_it_is_asked_of_others(server: Server, make: Make) -> None:
