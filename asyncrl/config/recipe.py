@@ -131,6 +131,8 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     without them; keep them and extend the sequence all the same; or fail the episode."""
     temperature: float = 1.0
     top_p: float = 1.0
+    """Below 1, tokens are drawn from what it leaves; their logprobs, SGLang's as the embedded engine's, are not
+    renormalised over that: they stay those of the whole distribution, as the trainer's are."""
     expand_num_return_sequences: bool = True
     """Prompt replication (ROLL Flash §5.1.2): a group is ``group_size`` independent requests, else one with ``n``."""
     queue_scheduling: bool = True
