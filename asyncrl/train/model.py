@@ -140,18 +140,24 @@ class Policy(Trunk):
         return Scores(logprobs, entropy, values)
 
 
-def load(path: str, temperature: float, key: str = "model.path") -> Policy:
-    """The Hugging Face folder ``path`` in float32, without dropout. Raises ``ModelError``, which names ``key``."""
+def load(path: str, temperature: float, key: str = "model.path", headless: bool = False) -> Policy:
+    """The Hugging Face folder ``path`` in float32, without dropout; ``headless`` if it may lack the vocabulary head.
+    Raises ``ModelError``, which names ``key``."""
     if not (Path(path) / "config.json").is_file():
         raise ModelError(f"{key}: {path} is not a Hugging Face model folder (no config.json)")
     transformers_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
-        lm = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        loaded = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager", local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"{key}: cannot load {path}: {str(error).strip().splitlines()[0]}") from error
+    lm, info = cast(tuple[PreTrainedModel, dict[str, set[str]]], loaded)
+    # transformers draws at random what a folder lacks.
+    heads = [f"{name}." for name, part in lm.named_modules() if headless and part is lm.get_output_embeddings()]
+    if missing := sorted(name for name in info["missing_keys"] if not name.startswith(tuple(heads))):
+        raise ModelError(f"{key}: {path} has no {missing[0]} ({len(missing)} tensors are missing)")
     # Always in evaluation mode: the logprobs have to be those of the policy that the engines serve.
     lm.eval()
     policy = Policy(lm, temperature)

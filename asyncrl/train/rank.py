@@ -105,7 +105,8 @@ class Rank:
             policy.add_value_head()
         elif algorithm.uses_critic:
             path = algorithm.critic_path
-            critic = Critic(model.load(path or folder, 1.0, "algorithm.critic_path" if path else "model.path").lm)
+            key = "algorithm.critic_path" if path else "model.path"
+            critic = Critic(model.load(path or folder, 1.0, key, headless=True).lm)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         model.shard(policy, mesh, self.dtype, recipe.trainer.activation_checkpointing)
         self._attend(policy)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -15,6 +16,8 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -124,8 +127,6 @@ def test_experts_leave_under_the_names_that_save_pretrained_writes(tmp_path: Pat
     gathered: dict[str, torch.Tensor] = {}
     for bucket in model.gather(policy, weights, torch.float32, 4096, keep=True):
         gathered |= bucket
-    from safetensors.torch import load_file
-
     written = load_file(tmp_path / "model.safetensors")
     assert [t.name for t in weights.tensors] == list(gathered)
     assert gathered.keys() == written.keys()
@@ -153,3 +154,19 @@ def test_a_folder_without_a_model_is_refused_in_one_line(tmp_path: Path) -> None
     with pytest.raises(model.ModelError, match=r"model\.path: cannot load") as caught:
         model.load(str(tmp_path), 1.0)
     assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_lacks_weights_is_refused(tmp_path: Path, model_folder: Path) -> None:
+    model.load(str(model_folder), 1.0)  # its head is tied, and in no file
+    config = Qwen3Config(**SMALL, intermediate_size=32, num_key_value_heads=1, head_dim=16, tie_word_embeddings=False)
+    path = save(Qwen3ForCausalLM(config), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(model.ModelError, match=r"^model\.path: .* has no lm_head\.weight \(1 tensors are missing\)$"):
+        model.load(path, 1.0)
+    model.load(path, 1.0, "algorithm.critic_path", headless=True)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(model.ModelError, match=r"^algorithm\.critic_path: .* has no model\.layers\.1\.mlp\.up_proj"):
+        model.load(path, 1.0, "algorithm.critic_path", headless=True)
