@@ -44,6 +44,10 @@ class Trunk(nn.Module):
         self.split: Split | None = None
 
     @property
+    def vocabulary(self) -> int:
+        return int(self.lm.config.get_text_config().vocab_size)
+
+    @property
     def counts(self) -> bool:
         """False on ranks whose rows are also another's, which counts them."""
         return self.split is None or self.split.rank == 0
@@ -237,9 +241,8 @@ def attend(
 
 def _probe(trunk: Trunk) -> list[Tensor]:
     """A few short sequences."""
-    vocabulary = trunk.lm.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(vocabulary, (n,), generator=generator) for n in (5, 9, 3)]
+    return [torch.randint(trunk.vocabulary, (n,), generator=generator) for n in (5, 9, 3)]
 
 
 def _packed(trunk: Policy | Critic, rows: list[Tensor], device: torch.device) -> Tensor:

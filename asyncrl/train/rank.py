@@ -94,7 +94,7 @@ class Rank:
         check_loss(loss, algorithm)
         policy = model.load(folder, recipe.rollout.temperature or 1.0)
         self.weights = model.manifest(policy, 0, self.dtype)
-        self.vocabulary: int = policy.lm.config.get_text_config().vocab_size
+        self.vocabulary = policy.vocabulary
         self.hidden: int = policy.lm.config.get_text_config().hidden_size
         self.parameters = sum(p.numel() for p in policy.parameters())
         if recipe.trainer.lora_rank:
@@ -106,7 +106,10 @@ class Rank:
         elif algorithm.uses_critic:
             path = algorithm.critic_path
             key = "algorithm.critic_path" if path else "model.path"
-            critic = Critic(model.load(path or folder, 1.0, key, headless=True).lm)
+            judge = model.load(path or folder, 1.0, key, headless=True)
+            if judge.vocabulary < self.vocabulary:
+                raise self._other_vocabulary(key, path, judge.vocabulary)
+            critic = Critic(judge.lm)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         model.shard(policy, mesh, self.dtype, recipe.trainer.activation_checkpointing)
         self._attend(policy)
@@ -136,16 +139,18 @@ class Rank:
     def _reference(self, folder: str) -> Policy:
         """The frozen model of the KL term: no gradients, and no master weights of a higher precision."""
         reference = model.load(folder, self.recipe.rollout.temperature or 1.0)
-        vocabulary = reference.lm.config.get_text_config().vocab_size
-        if vocabulary != self.vocabulary:
-            raise ModelError(
-                f"algorithm.reference: {folder} has a vocabulary of {vocabulary} and the policy one of "
-                f"{self.vocabulary}; use a model with the policy's tokenizer"
-            )
+        if reference.vocabulary != self.vocabulary:
+            raise self._other_vocabulary("algorithm.reference", folder, reference.vocabulary)
         for parameter in reference.parameters():
             parameter.requires_grad_(False)
             parameter.data = parameter.data.to(self.dtype)
         return reference
+
+    def _other_vocabulary(self, key: str, folder: str, size: int) -> ModelError:
+        return ModelError(
+            f"{key}: {folder} has a vocabulary of {size} and the policy one of {self.vocabulary}; use a model with the "
+            "policy's tokenizer"
+        )
 
     def train(self, work: Work) -> dict[str, float]:
         """One step; see ``Learner.step`` and ``effort.over_ranks``."""

@@ -109,6 +109,20 @@ def test_a_reference_with_another_vocabulary_is_refused(
         rank(model_folder, kl_coef=0.1, reference=str(tmp_path / "other"))
 
 
+def test_a_critic_with_a_smaller_vocabulary_is_refused(
+    model_folder: Path, lone_rank: dist.ProcessGroup, tmp_path: Path
+) -> None:
+    config = Qwen3Config.from_pretrained(model_folder)
+    own = {"advantage": "gae", "credit": "token", "critic": "model", "critic_path": str(tmp_path / "other")}
+    config.vocab_size = VOCABULARY + 8
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "other")
+    rank(model_folder, **own)
+    config.vocab_size = VOCABULARY - 8
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "other")
+    with pytest.raises(ModelError, match=r"algorithm\.critic_path: .* vocabulary of 56 and the policy one of 64"):
+        rank(model_folder, **own)
+
+
 def test_a_rank_whose_step_broke_waits_for_rank_0_which_keeps_the_batch(
     model_folder: Path, lone_rank: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
