@@ -7,9 +7,10 @@ W + α/r · B·A under W's own name, so that neither of them knows of adapters.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from asyncrl.config import RecipeError, TrainerConfig
@@ -21,6 +22,7 @@ def inject(lm: PreTrainedModel, config: TrainerConfig, dtype: torch.dtype, seed:
     """Put adapters into ``lm`` in place, the same on every rank, and freeze the rest. Raises ``RecipeError``."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError:
         raise RecipeError("trainer.lora_rank needs peft; pip install 'asyncrl[lora]'") from None
     targets = config.lora_targets or "all-linear"
@@ -33,9 +35,23 @@ def inject(lm: PreTrainedModel, config: TrainerConfig, dtype: torch.dtype, seed:
         raise RecipeError(f"trainer.lora_targets: {' '.join(str(error).split())[:200]}") from None
     if hasattr(lm.get_output_embeddings(), "base_layer"):
         raise RecipeError("trainer.lora_targets: the output layer cannot have adapters (it is fused with the softmax)")
+    for name, module in lm.named_modules():
+        if isinstance(module, BaseTunerLayer) and not _has_matrix(module):
+            what = f"{name} ({type(module.get_base_layer()).__name__})"
+            raise RecipeError(
+                f"trainer.lora_targets: adapters of {what} cannot be merged; name linear layers (q_proj, …)"
+            )
     for parameter in lm.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
+
+
+def _has_matrix(adapted: Any) -> bool:
+    """True if ``adapted`` has a weight W of the shape of B · A. Experts are often one tensor of three dimensions, and
+    some layers hold W transposed."""
+    base = adapted.get_base_layer()
+    of_weight = getattr(adapted, "parameter_name", "") == "weight"  # a router's, mostly
+    return isinstance(base, nn.Linear) or (of_weight and base.weight.ndim == 2)
 
 
 def is_factor(name: str) -> bool:

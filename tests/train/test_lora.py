@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from asyncrl.config import Recipe, RecipeError
 from asyncrl.train import lora, model
@@ -18,6 +18,7 @@ from asyncrl.train.client import HttpTrainer, train_request
 from asyncrl.train.rank import Rank
 from asyncrl.train.work import plan_work
 
+from . import test_architectures
 from .batches import VOCABULARY, make_advantages, make_batch
 from .test_model import TEMPERATURE, one_by_one, packed
 from .test_worker import saved
@@ -94,6 +95,26 @@ def test_named_layers_alone_get_adapters(model_folder: Path, lone_rank: dist.Pro
         rank(model_folder, lora_targets=["nonsense"])
     with pytest.raises(RecipeError, match=r"trainer\.lora_targets: the output layer cannot have adapters"):
         rank(model_folder, lora_targets=["q_proj", "lm_head"])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore:The following .*_pattern keys:RuntimeWarning")  # peft's
+def test_layers_whose_adapters_cannot_be_merged_are_refused(
+    model_folder: Path, lone_rank: dist.ProcessGroup, tmp_path: Path
+) -> None:
+    experts = test_architectures.save("Qwen3Moe", tmp_path / "experts")
+    square = tmp_path / "square"  # GPT-2 holds its matrices transposed, which the shape of a square one does not tell
+    GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=2)).save_pretrained(square)
+    for folder, targets, says in (
+        (experts, [], r"mlp\.experts"),
+        (experts, ["down_proj"], r"mlp\.experts"),
+        (square, ["attn.c_proj"], r"attn\.c_proj \(Conv1D\)"),
+        (model_folder, ["embed_tokens"], r"model\.embed_tokens"),
+    ):
+        with pytest.raises(RecipeError, match=rf"trainer\.lora_targets: adapters of .*{says}.* cannot be merged; name"):
+            rank(folder, lora_targets=targets)
+    one = rank(experts, lora_targets=["q_proj", "gate"])
+    trained(one)
+    assert list(leaving(one)) == [t.name for t in one.weights.tensors]
 
 
 async def test_two_ranks_train_adapters_and_one_goes_on(model_folder: Path, tmp_path: Path) -> None:
