@@ -300,7 +300,11 @@ def critic_parameters(policy: Policy, critic: Critic | None) -> Iterator[tuple[s
 
 
 def manifest(policy: Policy, version: int, dtype: torch.dtype) -> Manifest:
-    """The weight set in its order of travel. Tied weights appear once, as in ``save_pretrained``."""
+    """The weight set in its order of travel. Tied weights appear once, as in ``save_pretrained``. Raises
+    ``ModelError``."""
+    if buffers := policy.lm.state_dict().keys() & dict(policy.lm.named_buffers()).keys():
+        what = f"{type(policy.lm).__name__} keeps weights in buffers ({min(buffers)})"
+        raise ModelError(f"model.path: {what}, which cannot be exported")
     type_name = str(dtype).removeprefix("torch.")
     tensors = []
     for name, parameter in named_parameters(policy):

@@ -11,6 +11,8 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     MistralConfig,
@@ -132,6 +134,22 @@ def test_experts_leave_under_the_names_that_save_pretrained_writes(tmp_path: Pat
     assert gathered.keys() == written.keys()
     for name, tensor in written.items():
         assert torch.equal(gathered[name], tensor)
+
+
+def test_a_model_with_weights_that_are_no_parameters_is_refused(tmp_path: Path) -> None:
+    config = Glm4MoeConfig(
+        **SMALL,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_key_value_heads=1,
+        head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+    )
+    policy = model.load(save(Glm4MoeForCausalLM(config), tmp_path), 1.0)
+    with pytest.raises(model.ModelError, match=r"keeps weights in buffers \(.*layers\.1\..*e_score_correction_bias\)"):
+        model.manifest(policy, 0, torch.float32)
 
 
 @pytest.mark.parametrize("name", ["bloom", "granite"])
