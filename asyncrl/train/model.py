@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -175,9 +175,21 @@ def check_packing(policy: Policy) -> None:
 
     Proves for the architecture at hand what packing takes for granted: that nothing passes from one sequence to the
     next, that positions may restart, that the attention has no term of its own, and that logits are the head applied to
-    the last hidden state. Raises ``ModelError``.
+    the last hidden state. What only longer sequences would show, the configuration says: a rope that depends on the
+    row's length, and windows that do not reach the packed attention. Raises ``ModelError``.
     """
     lm = policy.lm
+    if rope := _rope_by_row(lm):
+        raise ModelError(
+            f"model.path: {type(lm).__name__} with rope_type {rope} turns all positions of a row by its longest "
+            "sequence; it cannot be trained without padding"
+        )
+    windows: list[int | None] = []
+
+    def watched(*given: Any) -> Tensor:
+        windows.append(given[5])
+        return attention.blocks(*given)
+
     rows = _probe(policy)
     expected = [
         (lm(input_ids=row[None], use_cache=False).logits[0, :-1].float() / policy.temperature)
@@ -187,6 +199,7 @@ def check_packing(policy: Policy) -> None:
     ]
     try:
         lm.set_attn_implementation(attention.NAME)
+        policy.kernel = watched
         got = _packed(policy, rows, torch.device("cpu"))
         difference = float((got - torch.cat(expected)).abs().max())
     except (TypeError, ValueError) as error:
@@ -196,6 +209,35 @@ def check_packing(policy: Policy) -> None:
             f"model.path: {type(lm).__name__} gives other logprobs for packed sequences (off by {difference:.3g}); "
             "this architecture cannot be trained without padding"
         )
+    policy.kernel = attention.blocks
+    # Of no layer where a model keeps to transformers' own attention, whose mask has both windows and sequences.
+    if windows and _windowed_layers(lm) > sum(window is not None for window in windows):
+        raise ModelError(
+            f"model.path: {type(lm).__name__} has attention windows in its mask only; it cannot be trained without "
+            "padding"
+        )
+
+
+def _rope_by_row(lm: PreTrainedModel) -> str:
+    """The rope_type whose frequencies depend on a row's largest position, or nothing."""
+    config = lm.config.get_text_config()
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):  # some models have one for each type of layer
+        kind = str(rope.get("rope_type")) if isinstance(rope, dict) else ""
+        if "dynamic" in kind:
+            return kind
+        if kind == "longrope" and config.max_position_embeddings > rope.get("original_max_position_embeddings", 0):
+            return kind
+    return ""
+
+
+def _windowed_layers(lm: PreTrainedModel) -> int:
+    """How many layers must see less than all that is before, or 1 if the configuration does not say which."""
+    config = lm.config.get_text_config()
+    if kinds := getattr(config, "layer_types", None):
+        return sum("sliding" in kind or "chunked" in kind for kind in kinds)
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    return int(bool(window) and window < config.max_position_embeddings)
 
 
 @torch.no_grad()

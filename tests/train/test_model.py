@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +13,21 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
     PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -163,6 +173,53 @@ def test_a_model_that_packing_would_change_is_refused_in_one_line(name: str, tmp
     with pytest.raises(model.ModelError, match=type(lm).__name__) as caught:
         model.load(save(lm, tmp_path), 1.0)
     assert "\n" not in str(caught.value)
+
+
+DENSE = SMALL | {"intermediate_size": 32, "num_key_value_heads": 1, "pad_token_id": 0}
+EXPERTS = DENSE | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+
+
+def phi(longest: int) -> PreTrainedModel:
+    rope = LONG | {"original_max_position_embeddings": 16}
+    return Phi3ForCausalLM(
+        Phi3Config(**DENSE, max_position_embeddings=longest, original_max_position_embeddings=16, rope_parameters=rope)
+    )
+
+
+def qwen_moe(window: bool) -> PreTrainedModel:
+    config = Qwen2MoeConfig(**EXPERTS, use_sliding_window=window, sliding_window=12, max_window_layers=1)
+    return Qwen2MoeForCausalLM(config)
+
+
+def phi_moe(window: int | None) -> PreTrainedModel:
+    config = PhimoeConfig(**DENSE, num_local_experts=2, sliding_window=window, max_position_embeddings=64)
+    return PhimoeForCausalLM(config)
+
+
+def gemma(rope: dict[str, Any]) -> PreTrainedModel:
+    ropes = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": rope}
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(**DENSE, head_dim=16, layer_types=kinds, sliding_window=12, rope_parameters=ropes)
+    return Gemma3ForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "works", "refused", "says"),
+    [
+        (phi, 16, 64, "with rope_type longrope"),
+        (gemma, {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}, DYNAMIC, "with rope_type dynamic"),
+        (qwen_moe, False, True, "has attention windows in its mask only"),
+        (phi_moe, 64, 12, "has attention windows in its mask only"),
+    ],
+)
+def test_what_only_long_sequences_would_show_is_refused(
+    make: Callable[[Any], PreTrainedModel], works: Any, refused: Any, says: str, tmp_path: Path
+) -> None:
+    model.load(save(make(works), tmp_path / "works"), 1.0)
+    with pytest.raises(model.ModelError, match=rf"^model\.path: \w+ {says}.*; it cannot be trained without padding$"):
+        model.load(save(make(refused), tmp_path / "refused"), 1.0)
 
 
 def test_a_folder_without_a_model_is_refused_in_one_line(tmp_path: Path) -> None:
