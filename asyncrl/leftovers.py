@@ -65,11 +65,12 @@ class Leftovers:
         self._tell("look")
 
     def close(self) -> None:
-        """What is left of processes that have ended is removed before this returns."""
+        """What is left of processes that have ended is removed before this returns. Once is enough."""
         assert self._process.stdin is not None
-        self._tell("end")
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        if not self._process.stdin.closed:
+            self._tell("end")
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
         self._process.wait()
 
     def _tell(self, line: str) -> None:

@@ -243,7 +243,7 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_it_is_the_remedy(
     line = rf"{re.escape(str(file))}: {says}; resume from the one before: --resume {re.escape(str(paths[0]))}"
     assert re.fullmatch(line, str(caught.value))
     damaged(paths[0], how)
-    with pytest.raises(CheckpointError, match="; there are version-1, version-2$"):
+    with pytest.raises(CheckpointError, match=r"; there are version-1, version-2$"):
         resume(new_rank(), paths[0])
 
 
