@@ -74,6 +74,7 @@ def test_a_killed_session_leaves_nothing_and_what_is_anothers_stays(tmp_path: Pa
         assert not semaphore.exists() and not own.exists()
         assert shared.exists() and relay.exists()
         leftovers.close()
+        leftovers.close()  # once is enough
         mapping.close()
     finally:
         for path in (own, shared, relay):
