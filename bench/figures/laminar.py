@@ -76,17 +76,19 @@ class Size(Record, frozen=True, kw_only=True):
     laminar: tuple[int, int]
 
 
-def _size(gpus: int, *training: int) -> Size:
-    batchwise, areal, laminar = ((t, gpus - t) for t in training)
-    return Size(gpus=gpus, batchwise=batchwise, areal=areal, laminar=laminar)
+def _sizes(*rows: tuple[int, int, int, int]) -> list[Size]:
+    """Rows are all GPUs, and those that train: batch-wise, AReaL's, Laminar's."""
+    splits = ((gpus, *((trains, gpus - trains) for trains in row)) for gpus, *row in rows)
+    return [Size(gpus=gpus, batchwise=one, areal=two, laminar=three) for gpus, one, two, three in splits]
 
 
 TABLE_2 = {
-    "7B": [_size(16, 8, 8, 8), _size(64, 16, 32, 40), _size(256, 40, 128, 192)],
-    "32B": [_size(32, 16, 16, 16), _size(128, 48, 64, 64), _size(512, 80, 256, 256)],
-    "72B": [_size(64, 32, 32, 32), _size(256, 96, 128, 128), _size(1024, 256, 640, 768)],
+    "7B": _sizes((16, 8, 8, 8), (32, 8, 16, 24), (64, 16, 32, 40), (128, 32, 64, 80), (256, 40, 128, 192)),
+    "32B": _sizes((32, 16, 16, 16), (64, 32, 32, 32), (128, 48, 64, 64), (256, 64, 128, 128), (512, 80, 256, 256)),
+    "72B": _sizes(
+        (64, 32, 32, 32), (128, 64, 64, 64), (256, 96, 128, 128), (512, 192, 320, 320), (1024, 256, 640, 768)
+    ),
 }
-"""The smallest, middle and largest of its five sizes."""
 TENSOR_PARALLEL = {"7B": 1, "32B": 4, "72B": 8}
 SYSTEMS: dict[str, dict[str, Any]] = {
     "verl": {"preset": "sync"},
@@ -97,12 +99,10 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 }
 
 
-SCALES = {("7B", 64): 8, ("32B", 128): 8, ("72B", 256): 8, ("72B", 1024): 8}
-"""By which a cluster and its batch are divided, so that Laminar has at least two servers; 16 for others."""
-
-
 def scale_of(model: str, gpus: int) -> int:
-    return SCALES.get((model, gpus), 16)
+    """By which a cluster and its batch are divided: at most 16, and Laminar has at least eight servers, or all."""
+    servers = split("Laminar", model, gpus)[1] // TENSOR_PARALLEL[model]
+    return max(scale for scale in (1, 2, 4, 8, 16) if scale == 1 or servers >= 8 * scale)
 
 
 def servers_of(system: str, model: str) -> int:

@@ -1,10 +1,9 @@
 """Throughput of five systems on single-turn work, small cluster and large (Laminar fig. 11, table 2, §8.1).
 
-    python bench/figures/laminar_fig11.py [--quick] [--json FILE] [--plot FILE] [--jobs N]
+    python bench/figures/laminar_fig11.py [--quick] [--json FILE] [--plot FILE] [--jobs N] [--cache DIR]
 
-The largest cluster of each model, with table 2's splits: Qwen2.5 7B on 256 GPUs, 32B on 512, 72B on 1,024; and 7B on
-64. A system is a row of recipe columns (laminar.py). Throughput is prompts and responses of a batch over the time of a
-step. The paper's averages are over five sizes a model.
+All clusters of table 2, with its splits. A system is a row of recipe columns (laminar.py). Throughput is prompts and
+responses of a batch over the time of a step.
 """
 
 from __future__ import annotations
@@ -12,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from common import Point, Result, main, simulate_all
-from laminar import STEPS, SYSTEMS, WARM_UP, assumption, scale_of, world
+from common import Point, each_kept, main, simulated
+from laminar import STEPS, SYSTEMS, TABLE_2, WARM_UP, assumption, scale_of, world
 from matplotlib.figure import Figure
 
-CLUSTERS = (("7B", 64), ("7B", 256), ("32B", 512), ("72B", 1024))
+from asyncrl.config import Recipe
+
+CLUSTERS = tuple((model, size.gpus) for model, sizes in TABLE_2.items() for size in sizes)
 GAINS = {"verl": (2.56, 5.49), "one-step": (1.98, 4.09), "stream generation": (1.93, 4.06), "AReaL": (1.39, 1.81)}
 """Laminar's gain over them, on average and at most."""
 LARGEST = 3.34
@@ -36,9 +37,17 @@ class Run(Point, kw_only=True):
     staleness: float
 
 
-def summed_up(result: Result, **fields: Any) -> Run:
-    steps = result.steps[WARM_UP : WARM_UP + STEPS]
-    seconds = steps[-1]["time/at"] - result.steps[WARM_UP - 1]["time/at"]
+Steps = list[dict[str, float]]
+
+
+def steps_of(recipe: Recipe) -> Steps:
+    """What a run says of each of its steps."""
+    return simulated(recipe).steps
+
+
+def summed_up(lines: Steps, **fields: Any) -> Run:
+    steps = lines[WARM_UP : WARM_UP + STEPS]
+    seconds = steps[-1]["time/at"] - lines[WARM_UP - 1]["time/at"]
     scale = scale_of(fields["model"], fields["gpus"])
     name = f"{fields['system']}, {fields['model']} on {fields['gpus']} GPUs: tokens/s"
     return Run(
@@ -58,8 +67,8 @@ def runs(figure: str, clusters: Sequence[tuple[str, int]], systems: Sequence[str
     cases = [(system, model, gpus) for model, gpus in clusters for system in systems]
     tables = [world(system, model, gpus, scale=scale_of(model, gpus), **of) for system, model, gpus in cases]
     return [
-        summed_up(result, figure=figure, system=system, model=model, gpus=gpus)
-        for (system, model, gpus), result in zip(cases, simulate_all(tables), strict=True)
+        summed_up(steps, figure=figure, system=system, model=model, gpus=gpus)
+        for (system, model, gpus), steps in zip(cases, each_kept(steps_of, tables, Steps), strict=True)
     ]
 
 
@@ -111,4 +120,4 @@ def draw(figure: Figure, points: list[Point]) -> None:
 
 
 if __name__ == "__main__":
-    main("laminar_fig11", measure, draw, size=(12.0, 4.5))
+    main("laminar_fig11", measure, draw, size=(17.0, 4.5))

@@ -1,18 +1,18 @@
 """Throughput of five systems on multi-turn work with tool calls (Laminar fig. 12, table 2, §8.1).
 
-    python bench/figures/laminar_fig12.py [--quick] [--json FILE] [--plot FILE] [--jobs N]
+    python bench/figures/laminar_fig12.py [--quick] [--json FILE] [--plot FILE] [--jobs N] [--cache DIR]
 
-As figure 11, Qwen2.5-7B on 256 GPUs, whose responses are cut in one to nine parts by calls of a sandbox. The paper's
+As figure 11, Qwen2.5-7B, whose responses are cut in one to nine parts by calls of a sandbox. The paper's
 numbers are over all baselines and sizes.
 """
 
 from __future__ import annotations
 
 from common import Point, main
-from laminar import SYSTEMS
+from laminar import SYSTEMS, TABLE_2
 from laminar_fig11 import Run, draw, gains, runs
 
-CLUSTERS = (("7B", 256),)
+CLUSTERS = tuple(("7B", size.gpus) for size in TABLE_2["7B"])
 MEAN, LEAST, MOST = 2.62, 1.21, 5.42
 
 

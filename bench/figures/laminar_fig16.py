@@ -2,7 +2,7 @@
 
     python bench/figures/laminar_fig16.py [--quick] [--json FILE] [--plot FILE] [--jobs N]
 
-Qwen2.5-32B on 128 GPUs at a quarter of the size: one of four servers (the paper: two of sixteen) dies and is back 252 s
+Qwen2.5-32B on 128 GPUs at half of the size: one of eight servers (the paper: two of sixteen) dies and is back 252 s
 later, the paper's time, with the weights that the model started from. What it had begun goes on where another server
 has its version, or begins anew.
 """
@@ -13,7 +13,7 @@ from common import Point, Result, main, merge
 from laminar import Watched, assumption, watched, world
 from matplotlib.figure import Figure
 
-SCALE = 4
+SCALE = 2
 DIES_S, OUTAGE_S, START_S = 2000.0, 252.0, 60.0
 STEPS = 8
 WINDOW_S = 60.0

@@ -31,7 +31,7 @@ def test_clusters_are_split_as_in_table_2(script: Any) -> None:
 
 def test_training_keeps_up_with_laminars_servers_in_the_smallest_and_the_largest_cluster(script: Any) -> None:
     worlds = script("laminar")
-    for model, (smallest, middle, largest) in worlds.TABLE_2.items():
+    for model, (smallest, _, middle, _, largest) in worlds.TABLE_2.items():
         rate, exponent = worlds.training(model)
         assert 0.5 < exponent < 1
         for size in (smallest, largest):
@@ -105,15 +105,14 @@ def test_every_figure_of_a_tiny_run(script: Any, tiny: Any) -> None:
 
 
 def test_gains_are_over_each_baseline_and_over_all_in_the_largest_clusters(script: Any) -> None:
-    common, worlds, fig11, fig12 = (script(n) for n in ("common", "laminar", "laminar_fig11", "laminar_fig12"))
+    worlds, fig11, fig12 = (script(n) for n in ("laminar", "laminar_fig11", "laminar_fig12"))
 
     def run(system: str, model: str, gpus: int, tokens: float) -> Any:
         line = {"time/step": 10.0, "tokens/batch": tokens, "bubble/trainer_idle": 0.5, "bubble/share": 0.25}
         steps = [
             line | {"time/at": 10.0 * (i + 1), "staleness/max": i} for i in range(worlds.WARM_UP + worlds.STEPS + 1)
         ]
-        result = common.Result(steps=steps, summary=None)
-        return fig11.summed_up(result, figure="", system=system, model=model, gpus=gpus)
+        return fig11.summed_up(steps, figure="", system=system, model=model, gpus=gpus)
 
     measured = [
         run("verl", "7B", 64, 100.0),
