@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common import Point, each_kept, main, simulated
-from laminar import STEPS, SYSTEMS, TABLE_2, WARM_UP, assumption, scale_of, world
+from laminar import STEPS, SYSTEMS, TABLE_2, assumption, scale_of, warm_up, world
 from matplotlib.figure import Figure
 
 from asyncrl.config import Recipe
@@ -46,8 +46,9 @@ def steps_of(recipe: Recipe) -> Steps:
 
 
 def summed_up(lines: Steps, **fields: Any) -> Run:
-    steps = lines[WARM_UP : WARM_UP + STEPS]
-    seconds = steps[-1]["time/at"] - lines[WARM_UP - 1]["time/at"]
+    before = warm_up(fields["system"])
+    steps = lines[before : before + STEPS]
+    seconds = steps[-1]["time/at"] - lines[before - 1]["time/at"]
     scale = scale_of(fields["model"], fields["gpus"])
     name = f"{fields['system']}, {fields['model']} on {fields['gpus']} GPUs: tokens/s"
     return Run(
