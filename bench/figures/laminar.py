@@ -238,7 +238,7 @@ def _tools() -> dict[str, Any]:
 
 def assumption(scale: int) -> str:
     return (
-        f"one {scale}th of GPUs and batch; servers: roofline of 80 % of the bandwidth, 50 % of the peak, 10.7 ms a step"
+        f"1/{scale} of GPUs and batch; servers: roofline of 80 % of the bandwidth, 50 % of the peak, 10.7 ms a step"
         "; training by table 2's splits; lengths lognormal, median 3,000, p99 30,000, cut at 16k"
     )
 
