@@ -112,7 +112,7 @@ def draw(figure: Figure, points: list[Point]) -> None:
             own = [r.ours / 1000 for r in measured if r.system == system and r.model == model]
             x = [at + (i - (len(systems) - 1) / 2) * width for at in range(len(sizes))]
             bars = axes.bar(x, own, 0.95 * width, label=system)
-            axes.bar_label(bars, [f"{value:.0f}" for value in own], fontsize=7)
+            axes.bar_label(bars, [f"{value:.0f}" for value in own], fontsize=6)
         axes.set_xticks(range(len(sizes)), [f"{size} GPUs" for size in sizes])
         axes.set_title(f"Qwen2.5-{model}", fontsize=10)
         axes.grid(alpha=0.3, axis="y")
