@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
@@ -155,7 +156,7 @@ def load(path: str, temperature: float, key: str = "model.path", headless: bool 
         loaded = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation="eager", local_files_only=True, output_loading_info=True
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(f"{key}: cannot load {path}: {str(error).strip().splitlines()[0]}") from error
     lm, info = cast(tuple[PreTrainedModel, dict[str, set[str]]], loaded)
     # transformers draws at random what a folder lacks.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,15 @@ def test_a_folder_without_a_model_is_refused_in_one_line(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(model.ModelError, match=r"model\.path: cannot load") as caught:
         model.load(str(tmp_path), 1.0)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_of_weights_that_is_cut_short_is_refused_in_one_line(tmp_path: Path, model_folder: Path) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(model.ModelError, match=r"^model\.path: cannot load .*/model: .*") as caught:
+        model.load(str(folder), 1.0)
     assert "\n" not in str(caught.value)
 
 
