@@ -29,7 +29,7 @@ class Moment(Point, kw_only=True):
 
 
 def measure(quick: bool) -> list[Point]:
-    scale = 16 if quick else SCALE
+    scale = 8 if quick else SCALE
     fault = {"kind": "kill", "at_s": DIES_S, "for_s": OUTAGE_S - START_S}
     over = {"run": {"steps": STEPS}, "sim": {"instance": {"start_s": START_S}, "faults": [fault]}}
     result, seen = watched(merge(world(scale=scale), over))
@@ -47,11 +47,11 @@ def summed_up(result: Result, seen: Watched, scale: int) -> list[Point]:
     earlier = [line["time/step"] for line in result.steps if line["time/at"] <= DIES_S][1:]
     since = [line["time/step"] for line in result.steps if line["time/at"] > DIES_S]
     return [
-        _point("generated tokens/s before", before),
-        _point("while the server is away, of that before", away / before),
-        _point("in the ten minutes from a minute after it is back", after / before),
-        _point("seconds a step before", sum(earlier) / len(earlier)),
-        _point("longest step since", max(since)),
+        _point("generated tokens/s before", before, scale),
+        _point("while the server is away, of that before", away / before, scale),
+        _point("in the ten minutes from a minute after it is back", after / before, scale),
+        _point("seconds a step before", sum(earlier) / len(earlier), scale),
+        _point("longest step since", max(since), scale),
     ]
 
 
@@ -69,8 +69,8 @@ def moments(result: Result, seen: Watched, scale: int) -> list[Moment]:
     return found
 
 
-def _point(name: str, ours: float) -> Point:
-    return Point(figure="laminar-16", point=name, paper=None, ours=ours, assumption=assumption(SCALE))
+def _point(name: str, ours: float, scale: int) -> Point:
+    return Point(figure="laminar-16", point=name, paper=None, ours=ours, assumption=assumption(scale))
 
 
 def _moment(at: float, seconds: float, ours: float, trained: bool) -> Moment:
