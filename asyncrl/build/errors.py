@@ -16,12 +16,18 @@ def leaves(error: BaseException) -> list[BaseException]:
 
 
 def of_user(error: Exception) -> str:
-    """One line of what user code raised, with its place; of a check of ours, what that says."""
+    """One line of what user code raised, with its place in the file that we called; of a check of ours, what that
+    says."""
     text = " ".join(str(error).split())
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    if Path(place.filename).is_relative_to(PACKAGE) and text:
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not Path(frame.filename).is_relative_to(PACKAGE)]
+    if text and (not theirs or frames[-1] is not theirs[-1]):
         return text
-    return f"{type(error).__name__}{': ' if text else ''}{text} ({place.filename}:{place.lineno})"
+    named = f"{type(error).__name__}{': ' if text else ''}{text}"
+    if not theirs:
+        return named
+    place = [frame for frame in theirs if frame.filename == theirs[0].filename][-1]
+    return f"{named} ({place.filename}:{place.lineno})"
 
 
 def one_line(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from asyncrl.core.experience import Finished
@@ -31,3 +32,7 @@ def not_finite(group: Finished) -> list[float]:
 
 def nothing(group: Finished) -> None:
     return None
+
+
+def in_a_library(groups: Sequence[Finished]) -> list[float]:
+    return json.loads("oops")

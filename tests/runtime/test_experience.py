@@ -222,6 +222,7 @@ def test_what_is_reused_counts_in_the_steps_metrics_and_its_staleness_at_each_us
     ("buffer", "said"),
     [
         ({"sampler": f"{OWN}:raising"}, "own_experience.py:raising: KeyError: 'no such score' .*py:[0-9]+.$"),
+        ({"sampler": f"{OWN}:in_a_library"}, r"in_a_library: JSONDecodeError: .*/own_experience\.py:[0-9]+.$"),
         ({"sampler": f"{OWN}:too_few"}, "buffer.sampler: .*:too_few: gave 2 scores; give one for each group, 3 here"),
         ({"writer": f"{OWN}:not_finite"}, "buffer.writer: .*:not_finite: gave the reward nan; give finite numbers"),
         ({"writer": f"{OWN}:nothing"}, "buffer.writer: .*:nothing: gave NoneType; give a list"),
