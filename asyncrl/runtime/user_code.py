@@ -54,7 +54,7 @@ async def user_call(where: str, timeout_s: float | None) -> AsyncIterator[None]:
     stuck = [name for left, name in _stuck.items() if left.get_loop() is task.get_loop()]
     if len(stuck) > MAX_STUCK:
         raise TooManyStuck(
-            f"{len(stuck)} calls of user code went on after {len(GRACES_S)} cancellations; find what swallows "
+            f"more than {MAX_STUCK} calls of user code went on after {len(GRACES_S)} cancellations; find what swallows "
             f"CancelledError in {stuck[0]}"
         )
     cancellations = task.cancelling()
@@ -129,6 +129,7 @@ async def _end(task: asyncio.Task[None], name: str) -> None:
         _stuck[task] = name
         task.add_done_callback(_stuck.pop)
         asyncio.tasks._unregister_task(task)  # the end of the loop would wait for it
+        task._log_destroy_pending = False  # type: ignore[attr-defined]  # its episode has told of it
 
 
 async def enter(work: Awaitable[T], outcome: _Outcome[T]) -> None:
