@@ -276,9 +276,8 @@ def test_clean_up_may_take_its_time() -> None:
     assert cleaned == pytest.approx([14.0])
 
 
-def test_what_no_cancellation_ends_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
-    """The deadline costs the episode, and the loop ends without it and without a word; what it raises later is
-    nobody's."""
+def test_what_no_cancellation_ends_is_left_behind() -> None:
+    """The deadline costs the episode, and the loop ends without it; what it raises later is nobody's."""
 
     async def main() -> None:
         code, other = Stubborn(), Stubborn()
@@ -293,6 +292,19 @@ def test_what_no_cancellation_ends_is_left_behind(caplog: pytest.LogCaptureFixtu
             await called(in_a_task_of_its_own(other))
 
     run(main(), limit=100)
+
+
+def test_a_loop_says_no_word_of_what_was_left_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(user_code, "GRACES_S", (0.01,))
+
+    async def main() -> None:
+        with pytest.raises(EpisodeFailed):
+            await called(in_a_task_of_its_own(Stubborn()), 0.01)
+
+    asyncio.run(main())
+    assert user_code._stuck
     user_code._stuck.clear()
     gc.collect()
     assert not caplog.records
